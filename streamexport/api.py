@@ -1,0 +1,211 @@
+"""The calls: plan an export, carry it out."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from streamexport.catalog import Source
+from streamexport.companions import write_companions
+from streamexport.errors import InvalidArgumentError
+from streamexport.files import DirectIO, check_direct_io, choose_direct
+from streamexport.layout import arrange
+from streamexport.memory import MemoryMeter
+from streamexport.plan import DEFAULT_MAX_SHARD_SIZE, ExportPlan, Shard, check_variant, make_plan
+from streamexport.publish import Staging, check_out_dir, staged
+from streamexport.ranks import DEFAULT_PEER_TIMEOUT, open_ranks
+from streamexport.report import PROGRESS_HELP, ExportReport, FileReport, Progress, ProgressMeter
+from streamexport.sizes import parse_size
+from streamexport.sources import open_source
+from streamexport.staging import BUFFERS, Ring, buffer_bytes, open_lane
+from streamexport.sweep import sweep
+
+
+def export_sharded(
+    source: object,
+    out_dir: str | os.PathLike[str],
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    *,
+    dtype: torch.dtype | str | None = None,
+    variant: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    max_host_memory: int | str | None = None,
+    direct_io: DirectIO = "auto",
+    fsync: bool = True,
+    progress: Progress = None,
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT,
+) -> ExportReport:
+    """Write a model's weights as safetensors shards, through a fixed ring of host buffers.
+
+    In a job of several processes (``torch.distributed`` is initialised), every rank must call it with the same
+    arguments: rank 0 writes, the others wait without holding a copy of anything, and all return an equal report.
+    Weights are read from where they are; nothing of the source is changed.
+
+    Args:
+        source: a DeepSpeed engine (ZeRO stage 0, 1 or 2), an ``nn.Module`` in any wrappers, a mapping of names to
+            tensors, or the path of a safetensors file, index or directory.
+        out_dir: a directory; made when missing. What an earlier export of the same ``variant`` left there stays
+            until the new one is complete, then goes.
+        max_shard_size: bytes of tensors in one file, as an int or as ``"5GB"`` (decimal) or ``"5GiB"`` (binary).
+            A larger tensor has a file of its own.
+        dtype: ``None`` keeps what is stored; a torch dtype or its name casts floating tensors, piece by piece.
+        variant: as in ``model.fp16.safetensors``.
+        include: glob patterns of the tensor names to write; ``None`` is all.
+        exclude: glob patterns of the tensor names to leave out.
+        max_host_memory: the ring's budget in bytes, or as a string; ``None`` is 64 MiB.
+        direct_io: ``"auto"`` writes past the page cache where the file system can; True and False force it.
+        fsync: return only when all is durable.
+        progress: ``None`` shows a bar on a terminal, False nothing; a callable receives ``ProgressEvent``.
+        peer_timeout: seconds to wait for the slowest rank to call.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be used.
+        UnsupportedSourceError: the source holds something that cannot be exported right; it is named.
+        FormatError: a tensor's name cannot be written, or a source file is malformed.
+        OutputError: the output directory cannot take the export.
+        RankError: another rank failed, planned something else, or did not call.
+        OSError: writing failed. As with every error: what was in ``out_dir`` before is as it was.
+    """
+    ranks = open_ranks(peer_timeout)
+    plans: list[tuple[Source, ExportPlan, Path]] = []
+
+    def prepare() -> str:
+        directory = _check_arguments(out_dir, direct_io, progress)
+        opened, plan = _open_and_plan(source, max_shard_size, dtype, variant, include, exclude, max_host_memory)
+        plans.append((opened, plan, directory))
+        return plan.digest()
+
+    ranks.agree(prepare)
+    opened, plan, directory = plans[0]
+
+    def write() -> str:
+        cast = dtype is not None
+        return _write(opened, plan, directory, cast, direct_io, fsync, progress).to_json()
+
+    with closing(opened):
+        return ExportReport.from_json(ranks.lead(write))
+
+
+def plan_export(
+    source: object,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    *,
+    dtype: torch.dtype | str | None = None,
+    variant: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    max_host_memory: int | str | None = None,
+) -> ExportPlan:
+    """Return what ``export_sharded`` would write, without writing anything or talking to other ranks.
+
+    Arguments and errors are those of ``export_sharded``.
+    """
+    opened, plan = _open_and_plan(source, max_shard_size, dtype, variant, include, exclude, max_host_memory)
+    opened.close()
+    return plan
+
+
+def _check_arguments(out_dir: str | os.PathLike[str], direct_io: object, progress: object) -> Path:
+    if not isinstance(out_dir, str | os.PathLike) or not os.fspath(out_dir):
+        msg = f"out_dir={out_dir!r}: expected the path of a directory"
+        raise InvalidArgumentError(msg)
+    check_direct_io(direct_io)
+    if progress is not None and progress is not False and not callable(progress):
+        msg = f"progress={progress!r}: {PROGRESS_HELP}"
+        raise InvalidArgumentError(msg)
+    return Path(out_dir)
+
+
+def _open_and_plan(
+    source: object,
+    max_shard_size: int | str,
+    dtype: torch.dtype | str | None,
+    variant: str | None,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+    max_host_memory: int | str | None,
+) -> tuple[Source, ExportPlan]:
+    shard_bytes = parse_size(max_shard_size, "max_shard_size")
+    host_memory = BUFFERS * buffer_bytes(max_host_memory)
+    check_variant(variant)
+    opened = open_source(source)
+    layout = arrange(opened.catalog, dtype=dtype, include=include, exclude=exclude)
+    return opened, make_plan(layout, max_shard_size=shard_bytes, variant=variant, host_memory=host_memory)
+
+
+def _write(
+    source: Source,
+    plan: ExportPlan,
+    out_dir: Path,
+    cast: bool,
+    direct_io: DirectIO,
+    fsync: bool,
+    progress: Progress,
+) -> ExportReport:
+    """Stage all files, make them visible, and tell."""
+    check_out_dir(out_dir, plan.needed_disk)
+    started = time.perf_counter()
+    meter = MemoryMeter()
+    with staged(out_dir) as staging:
+        direct = choose_direct(staging.directory, direct_io)
+        files = _stage_companions(source, plan, staging, cast=cast, fsync=fsync)
+        ring = Ring(open_lane(source.devices), plan.host_memory // BUFFERS)
+        bar = ProgressMeter(progress, sum(shard.nbytes for shard in plan.shards))
+
+        def on_written(shard: Shard, nbytes: int) -> None:
+            meter.read()
+            bar.add(shard.filename, nbytes)
+
+        with closing(bar):
+            synced = sweep(
+                plan.shards,
+                source,
+                ring,
+                lambda shard: staging.path(shard.filename),
+                direct=direct,
+                fsync=fsync,
+                on_written=on_written,
+            )
+        written = "direct" if direct else "buffered"
+        files += [FileReport(shard.filename, shard.nbytes, len(shard.outputs), written) for shard in plan.shards]
+        if plan.index_filename is not None:
+            index = plan.index_json()
+            staging.write(plan.index_filename, index, fsync=fsync)
+            files.append(FileReport(plan.index_filename, len(index), 0, "buffered"))
+        durable = staging.publish([file.filename for file in files], plan.variant, fsync=fsync)
+        meter.read()
+    warnings = list(plan.warnings)
+    if fsync and not (synced and durable):
+        warnings.append("the file system has no fsync: the files are complete, but may not survive a loss of power")
+    if staging.copied:
+        warnings.append(f"the file system cannot rename: {len(staging.copied)} files were copied into place")
+    return ExportReport(
+        out_dir=str(out_dir),
+        files=tuple(files),
+        total_bytes=plan.total_size,
+        total_parameters=plan.total_parameters,
+        max_shard_size=plan.max_shard_size,
+        seconds=time.perf_counter() - started,
+        anonymous_bytes=meter.peak,
+        pinned_bytes=ring.nbytes if ring.lane.pinned else 0,
+        tied=dict(plan.tied),
+        warnings=tuple(warnings),
+    )
+
+
+def _stage_companions(
+    source: Source, plan: ExportPlan, staging: Staging, *, cast: bool, fsync: bool
+) -> list[FileReport]:
+    """Stage the files beside the weights first: a configuration that cannot be saved costs no weights."""
+    origin = source.companion_origin
+    # A directory's config.json is copied as it is unless a cast makes its dtype wrong.
+    dtype = plan.dtype if cast or not isinstance(origin, Path) else None
+    return [
+        FileReport(path.name, staging.adopt(path, fsync=fsync), 0, "buffered")
+        for path in write_companions(origin, staging.scratch(), dtype)
+    ]

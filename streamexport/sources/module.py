@@ -1,0 +1,138 @@
+"""A live ``nn.Module``, inside any nesting of wrappers, or the module of a DeepSpeed engine."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from streamexport.catalog import Catalog, TensorSpec
+from streamexport.errors import UnsupportedSourceError
+from streamexport.sources.deepspeed import check_engine, check_module, is_engine
+from streamexport.sources.tensors import TensorSource, find_problem, spec_of
+
+# Wrapper classes by qualified name (so that none has to be imported), and the attribute that holds what they wrap.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "lightning.fabric.wrappers._FabricModule": "_forward_module",
+    "lightning_fabric.wrappers._FabricModule": "_forward_module",
+}
+# Wrappers that hold their parameters in a form of their own.
+_SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+
+
+def module_source(module: torch.nn.Module) -> TensorSource:
+    """Return the source for a module, a wrapped module, or a ZeRO-0/1/2 engine.
+
+    Names and values are those of ``state_dict()``: parameters, persistent buffers and what state-dict hooks add or
+    rename. One parameter under two names is known by its identity, never by its address.
+
+    Raises:
+        UnsupportedSourceError: an engine, module or wrapper that cannot be exported right.
+    """
+    model = module
+    while attribute := _wrapped_attribute(model):
+        if is_engine(model):
+            check_engine(model)
+        model = getattr(model, attribute)
+    check_module(model)
+    _check_transformers(model)
+
+    clean = dict(_clean_paths(model, "", ""))
+    parameters = {id(parameter) for parameter in model.parameters()}
+    # keep_vars keeps the identity of parameters, which detached copies would lose.
+    raw: Mapping[str, Any] = model.state_dict(keep_vars=True)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tensors: dict[str, torch.Tensor] = {}
+    origin: dict[str, str] = {}
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    specs: dict[str, TensorSpec] = {}
+    problems: dict[str, str] = {}
+    for raw_name, value in raw.items():
+        name = _clean_name(raw_name, clean)
+        if name in origin:
+            msg = f"{origin[name]!r} and {raw_name!r} are both named {name!r} once wrappers are taken off"
+            raise UnsupportedSourceError(msg)
+        origin[name] = raw_name
+        if name in ignored:
+            continue
+        if problem := find_problem(value):
+            problems[name] = problem
+            continue
+        tensors[name] = value
+        specs[name] = spec_of(name, value, parameter=id(value) in parameters)
+        kept = first.setdefault(id(value), name)
+        if kept != name:
+            aliases[name] = kept
+    catalog = Catalog(specs, aliases, _declared_ties(model), problems)
+    return TensorSource(tensors, catalog, companion_origin=model if is_transformers_model(model) else None)
+
+
+def is_transformers_model(module: object) -> bool:
+    """Return whether it is a transformers model, without importing transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def _declared_ties(model: torch.nn.Module) -> Mapping[str, str] | None:
+    # transformers 5 keeps {target: source} with full names, empty when the config says untied.
+    declared = getattr(model, "all_tied_weights_keys", None)
+    return dict(declared) if isinstance(declared, Mapping) else None
+
+
+def _check_transformers(model: torch.nn.Module) -> None:
+    for name, part in model.named_modules():
+        if quantizer := getattr(part, "hf_quantizer", None):
+            msg = (
+                f"{type(part).__name__} is quantised by {type(quantizer).__name__}, which keeps weights in a form "
+                "of its own: call dequantize() on it first, or save it with its own save_pretrained"
+            )
+            raise UnsupportedSourceError(msg)
+        if type(part).__module__.startswith("peft.tuners."):
+            msg = (
+                f"layer {name!r} is a PEFT adapter layer ({type(part).__name__}), and its names are the adapter's: "
+                "call merge_and_unload() first, or save the adapter with its own save_pretrained"
+            )
+            raise UnsupportedSourceError(msg)
+
+
+def _wrapped_attribute(module: torch.nn.Module) -> str | None:
+    for base in type(module).__mro__:
+        qualified = f"{base.__module__}.{base.__qualname__}"
+        if qualified == _SHARDED:
+            msg = "FullyShardedDataParallel keeps flat shards of the weights on each rank: it cannot be exported"
+            raise UnsupportedSourceError(msg)
+        if attribute := _WRAPPERS.get(qualified):
+            return attribute
+    return None
+
+
+def _clean_paths(module: torch.nn.Module, path: str, clean: str) -> Iterator[tuple[str, str]]:
+    """Yield each module's path in the tree, and the same without wrappers' own segments."""
+    yield path, clean
+    wrapped = _wrapped_attribute(module)
+    # Not named_children(), which leaves out a module's second name; state_dict() does not.
+    for child_name, child in module._modules.items():  # noqa: SLF001
+        if child is None:
+            continue
+        child_path = f"{path}.{child_name}" if path else child_name
+        child_clean = f"{clean}.{child_name}" if clean else child_name
+        yield from _clean_paths(child, child_path, clean if child_name == wrapped else child_clean)
+
+
+def _clean_name(name: str, clean: Mapping[str, str]) -> str:
+    """Take wrappers' segments off a state-dict name, by the longest module path it starts with.
+
+    The rest stays as it is: a tensor's own name, or what a state-dict hook made of it (activation-checkpoint
+    wrappers take off their segment themselves).
+    """
+    path, rest = name, ""
+    while path not in clean:
+        path, _, last = path.rpartition(".")
+        rest = f"{last}.{rest}" if rest else last
+    return ".".join(part for part in (clean[path], rest) if part)
