@@ -1,11 +1,11 @@
 """The calls: plan an export, carry it out."""
 
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -76,7 +76,15 @@ def export_sharded(
 
     def prepare() -> str:
         directory = _check_arguments(out_dir, direct_io, progress)
-        opened, plan = _open_and_plan(source, max_shard_size, dtype, variant, include, exclude, max_host_memory)
+        opened, plan = _open_and_plan(
+            source,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            variant=variant,
+            include=include,
+            exclude=exclude,
+            max_host_memory=max_host_memory,
+        )
         plans.append((opened, plan, directory))
         return plan.digest()
 
@@ -84,8 +92,9 @@ def export_sharded(
     opened, plan, directory = plans[0]
 
     def write() -> str:
-        cast = dtype is not None
-        return _write(opened, plan, directory, cast, direct_io, fsync, progress).to_json()
+        return _write(
+            opened, plan, directory, cast=dtype is not None, direct_io=direct_io, fsync=fsync, progress=progress
+        ).to_json()
 
     with closing(opened):
         return ExportReport.from_json(ranks.lead(write))
@@ -105,7 +114,15 @@ def plan_export(
 
     Arguments and errors are those of ``export_sharded``.
     """
-    opened, plan = _open_and_plan(source, max_shard_size, dtype, variant, include, exclude, max_host_memory)
+    opened, plan = _open_and_plan(
+        source,
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        variant=variant,
+        include=include,
+        exclude=exclude,
+        max_host_memory=max_host_memory,
+    )
     opened.close()
     return plan
 
@@ -123,6 +140,7 @@ def _check_arguments(out_dir: str | os.PathLike[str], direct_io: object, progres
 
 def _open_and_plan(
     source: object,
+    *,
     max_shard_size: int | str,
     dtype: torch.dtype | str | None,
     variant: str | None,
@@ -142,6 +160,7 @@ def _write(
     source: Source,
     plan: ExportPlan,
     out_dir: Path,
+    *,
     cast: bool,
     direct_io: DirectIO,
     fsync: bool,
@@ -171,7 +190,7 @@ def _write(
                 fsync=fsync,
                 on_written=on_written,
             )
-        written = "direct" if direct else "buffered"
+        written: Literal["direct", "buffered"] = "direct" if direct else "buffered"
         files += [FileReport(shard.filename, shard.nbytes, len(shard.outputs), written) for shard in plan.shards]
         if plan.index_filename is not None:
             index = plan.index_json()

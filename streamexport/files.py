@@ -1,7 +1,7 @@
 """Writing one file by position: past the page cache where the file system can, through it in windows elsewhere.
 
-Direct writes (``O_DIRECT``) take aligned memory at aligned offsets, so the last part of a file that is less than a page
-goes through a second, ordinary descriptor. Buffered writes are strictly sequential, with no seek, append, truncate
+Direct writes (``O_DIRECT``) take aligned memory at aligned offsets, so the last bytes of a file, less than a page,
+go through a second, ordinary descriptor. Buffered writes are strictly sequential, with no seek, append, truncate
 or preallocation, as some network file systems demand; they are flushed and dropped from the page cache every window,
 so that a container is not charged for the whole model.
 """

@@ -9,15 +9,6 @@ import ctypes
 import psutil
 
 
-def anonymous_bytes() -> int:
-    """Return the anonymous resident memory of this process in bytes (``RssAnon`` on Linux).
-
-    Where the operating system does not tell shared pages apart, it is the whole resident size.
-    """
-    info = psutil.Process().memory_info()
-    return int(info.rss - getattr(info, "shared", 0))
-
-
 class MemoryMeter:
     """Remembers the highest growth of anonymous memory since it was made.
 
@@ -25,12 +16,21 @@ class MemoryMeter:
     """
 
     def __init__(self) -> None:
-        self._base = anonymous_bytes()
+        self._process = psutil.Process()
+        self._base = self.anonymous_bytes()
         self.peak = 0
+
+    def anonymous_bytes(self) -> int:
+        """Return the anonymous resident memory of this process in bytes (``RssAnon`` on Linux).
+
+        Where the operating system does not tell shared pages apart, it is the whole resident size.
+        """
+        info = self._process.memory_info()
+        return int(info.rss - getattr(info, "shared", 0))
 
     def read(self) -> None:
         """Take one reading."""
-        self.peak = max(self.peak, anonymous_bytes() - self._base)
+        self.peak = max(self.peak, self.anonymous_bytes() - self._base)
 
 
 def view_memory(address: int, nbytes: int) -> memoryview:

@@ -107,8 +107,8 @@ class ExportPlan:
         return "\n".join(
             [
                 *rows,
-                f"total        {format_size(self.total_size)} in {tensors} tensors, "
-                f"{self.total_parameters:,} parameters",
+                f"total        {format_size(self.total_size)} in {tensors} tensors",
+                f"parameters   {self.total_parameters:,}",
                 f"shard limit  {format_size(self.max_shard_size)}",
                 f"disk         {format_size(self.needed_disk)} needed",
                 f"host memory  {format_size(self.host_memory)} of buffers",

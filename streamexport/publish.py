@@ -8,9 +8,9 @@ Publication is then a series of renames, and a reader that starts at the index o
 3. while the rest of the earlier set is moved aside and companions and shards are moved in: nothing;
 4. once the new entry point (index or single file) is in place: the new export, whole.
 
-The earlier set stays in the staging directory until step 4 has ended, so that a failure on the way puts it back. It is
-exactly the files that an export of this variant could have written: other variants, adapters, optimizer states
-and the user's own files are not touched. A process that is killed leaves its hidden staging directory behind: in step 1
+The earlier set stays in the staging directory until step 4 has ended, so that a failure on the way puts it back. It
+is exactly the files that an export of this variant could have written: other variants, adapters, optimizer states and
+the user's own files are not touched. A process that is killed leaves its hidden staging directory behind: in step 1
 that is all; later, ``old/`` in it has the earlier set and ``new/`` what was not yet moved in.
 """
 
@@ -142,7 +142,7 @@ class Staging:
 
 @contextlib.contextmanager
 def staged(out_dir: Path) -> Iterator[Staging]:
-    """Make ``out_dir`` if it is missing and a staging directory in it; remove the latter at the end, come what may."""
+    """Make ``out_dir`` if it is missing, and a staging directory in it that is removed at the end, come what may."""
     made = make_directory(out_dir)
     staging = Staging(out_dir)
     try:
@@ -169,7 +169,7 @@ def check_out_dir(out_dir: Path, needed_disk: int) -> None:
         OutputError: it cannot be written to, or its file system has too little space.
     """
     if out_dir.name.endswith(_WEIGHT_SUFFIXES) and not out_dir.is_dir():
-        msg = f"out_dir={str(out_dir)!r} is named like a weights file: expected a directory, in which files are named by the export"
+        msg = f"out_dir={str(out_dir)!r} is named like a weights file: expected a directory"
         raise InvalidArgumentError(msg)
     existing = out_dir
     while not existing.exists() and existing != existing.parent:

@@ -71,9 +71,9 @@ class StoreRanks:
         self.rank = rank
         self._world_size = world_size
         self._peer_timeout = peer_timeout
-        # The store itself counts each rank's exports, so that a rank that missed one does not mix it up with the next.
+        # The store itself counts each rank's exports, so that a rank that missed one does not take the next for it.
         number = store.add(f"streamexport/calls/{rank}", 1)
-        self._store = torch.distributed.PrefixStore(f"streamexport/{number}", store)
+        self._store = torch.distributed.distributed_c10d.PrefixStore(f"streamexport/{number}", store)
 
     def agree(self, digest: Callable[[], str]) -> None:
         """See ``Ranks``."""
@@ -122,7 +122,9 @@ class StoreRanks:
             elif "error" in theirs:
                 message = f"rank {rank} failed: {theirs['error']}"
             elif theirs != mine and "digest" in mine:
-                message = f"rank {rank} planned another export than rank 0: give every rank the same model and arguments"
+                message = (
+                    f"rank {rank} planned another export than rank 0: give every rank the same model and arguments"
+                )
             if message:
                 return {"rank": rank, "message": message}
         return {}

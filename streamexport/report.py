@@ -101,14 +101,14 @@ class ExportReport:
             + (f"  {file.tensors} tensors" if file.tensors else "")
             for file in self.files
         ]
+        anonymous = format_size(self.anonymous_bytes)
         return "\n".join(
             [
                 f"exported {format_size(self.total_bytes)} ({self.total_parameters:,} parameters) to {self.out_dir}",
                 *rows,
-                f"  shard limit {format_size(self.max_shard_size)}, {self.seconds:.2f} s, "
-                f"{format_size(int(self.bytes_per_second))}/s",
-                f"  peak extra host memory: {format_size(self.anonymous_bytes)} anonymous, "
-                f"{format_size(self.pinned_bytes)} pinned",
+                f"  shard limit {format_size(self.max_shard_size)}",
+                f"  {self.seconds:.2f} s, {format_size(int(self.bytes_per_second))}/s",
+                f"  peak extra host memory: {anonymous} anonymous, {format_size(self.pinned_bytes)} pinned",
                 *(f"  tied: {name} -> {kept}" for name, kept in self.tied.items()),
                 *(f"  warning: {warning}" for warning in self.warnings),
             ]

@@ -128,7 +128,7 @@ def encode_header(
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        msg = f"a header of {len(text)} bytes is over the {MAX_HEADER_BYTES} that safetensors reads: use a smaller max_shard_size"
+        msg = f"a header of {len(text)} bytes, over the {MAX_HEADER_BYTES} allowed: use a smaller max_shard_size"
         raise FormatError(msg)
     prefix = len(text).to_bytes(8, "little") + text
     extents = {
@@ -160,11 +160,12 @@ def decode_header(prefix: bytes, file_size: int, path: str) -> Mapping[str, Exte
     ordered = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, extent in ordered.items():
         if extent.start != position or extent.stop - extent.start != tensor_nbytes(extent.dtype, extent.shape):
-            msg = f"{path}: tensor {name!r} ({extent.dtype}, {list(extent.shape)}) has wrong offsets {extent.start}:{extent.stop}"
+            what = f"tensor {name!r} ({extent.dtype}, {list(extent.shape)})"
+            msg = f"{path}: {what} has wrong offsets: bytes {extent.start} to {extent.stop} of the file"
             raise FormatError(msg)
         position = extent.stop
     if position != file_size:
-        msg = f"{path}: the header describes {position} bytes and the file has {file_size}: it is truncated or has trailing bytes"
+        msg = f"{path}: the header describes {position} bytes and the file has {file_size}"
         raise FormatError(msg)
     return ordered
 

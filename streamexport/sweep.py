@@ -20,8 +20,8 @@ from streamexport.plan import Shard
 from streamexport.safetensors_format import TORCH_DTYPES, Extent, itemsize
 from streamexport.staging import Lane, Ring, Ticket
 
-_DIRECT_WRITERS = 2
-"""Threads that write directly: with two, the disk has the next request before it has ended the last."""
+_DIRECT_WRITERS = 4
+"""Threads that write directly, so that the disk always has its next requests before it has ended the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,19 @@ def check_engine(engine: Any) -> None:
     names = _class_names(engine)
     stage = engine.zero_optimization_stage()
     if stage not in (0, 1, 2):
-        _refuse(f"a ZeRO stage {stage} engine", "each rank holds a slice of every weight; stages 0, 1 and 2 can be exported")
+        _refuse(
+            f"a ZeRO stage {stage} engine",
+            "each rank holds a slice of every weight; stages 0, 1 and 2 can be exported",
+        )
     if "PipelineEngine" in names:
         _refuse("a pipeline-parallel engine", "each rank holds the layers of its own stage alone")
     if "DeepSpeedHybridEngine" in names:
         _refuse("a hybrid engine", "it fuses LoRA weights in place while it generates")
     optimizer = getattr(engine, "optimizer", None)
     if any(name.startswith("ZenFlow") for name in _class_names(optimizer)):
-        _refuse("a ZenFlow engine", "its live weights lag behind, and DeepSpeed 0.19.8 transposes 2-D weights in memory")
+        _refuse(
+            "a ZenFlow engine", "its live weights lag behind, and DeepSpeed 0.19.8 transposes 2-D weights in memory"
+        )
     model_parallel = getattr(engine, "mp_world_size", 1)
     if model_parallel > 1 or engine.autotp_size() > 1:
         _refuse(
@@ -74,9 +79,7 @@ def _expert_layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _class_names(thing: object) -> set[str]:
-    return {
-        base.__name__ for base in type(thing).__mro__ if base.__module__.partition(".")[0] == "deepspeed"
-    }
+    return {base.__name__ for base in type(thing).__mro__ if base.__module__.partition(".")[0] == "deepspeed"}
 
 
 def _refuse(what: str, why: str) -> None:

@@ -64,7 +64,8 @@ class SafetensorsSource:
         if self._scratch is None:
             self._scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
         stored = self._scratch.view(dtype)
-        for piece in destination.split(stored.numel()):
+        for first in range(0, destination.numel(), stored.numel()):
+            piece = destination[first : first + stored.numel()]
             raw = stored[: piece.numel()]
             self._read_into(file, offset, raw.view(torch.uint8))
             copy(piece, raw)
@@ -82,7 +83,7 @@ class SafetensorsSource:
         while view:
             count = os.preadv(descriptor, [view], position)
             if count == 0:
-                msg = f"{file}: ends at byte {position}, {len(view)} bytes before the end of a tensor: it was cut while read"
+                msg = f"{file}: ends at byte {position}, inside a tensor: it was cut while it was read"
                 raise FormatError(msg)
             view = view[count:]
             position += count
@@ -135,7 +136,10 @@ def _indexed_files(index: Path) -> Sequence[Path]:
     files = []
     for name in names:
         file = index.parent / str(name)
-        if index.parent.resolve() not in file.parent.resolve().parents and file.parent.resolve() != index.parent.resolve():
+        if (
+            index.parent.resolve() not in file.parent.resolve().parents
+            and file.parent.resolve() != index.parent.resolve()
+        ):
             msg = f"{index}: names {name!r}, which is outside its directory"
             raise FormatError(msg)
         if not file.is_file():
@@ -144,9 +148,11 @@ def _indexed_files(index: Path) -> Sequence[Path]:
         files.append(file)
     held = {name for file in files for name in _read_header(file)}
     if missing := sorted(set(weight_map) - held):
-        msg = f"{index}: lists {missing[0]!r}" + (
-            f" and {len(missing) - 1} more tensors" if missing[1:] else ""
-        ) + ", which no file holds"
+        msg = (
+            f"{index}: lists {missing[0]!r}"
+            + (f" and {len(missing) - 1} more tensors" if missing[1:] else "")
+            + ", which no file holds"
+        )
         raise FormatError(msg)
     return files
 

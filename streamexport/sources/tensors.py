@@ -78,9 +78,7 @@ def find_problem(tensor: object) -> str | None:
     if not isinstance(tensor, torch.Tensor):
         return f"it is a {type(tensor).__name__}, not a tensor"
     if type(tensor) not in _PLAIN_TYPES:
-        return (
-            f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass whose bytes are not known"
-        )
+        return f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass of unknown layout"
     if tensor.is_meta:
         return "it is on the meta device and has no values: load or materialise it first"
     if mark := next((mark for mark in _QUANTISED_MARKS if hasattr(tensor, mark)), None):

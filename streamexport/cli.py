@@ -1,0 +1,182 @@
+"""The command line: a thin layer over ``api``. Torch is imported by the commands, never by ``--help``."""
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from streamexport._version import __version__
+from streamexport.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from streamexport.files import DirectIO
+
+app = typer.Typer(
+    name="streamexport",
+    help="Stream model weights to sharded safetensors through a fixed ring of host buffers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_FAILED, _WRONG_USE = 1, 2
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A safetensors file, index or directory, or package.module:function, a function without arguments "
+        "that returns a DeepSpeed engine, a module or a mapping of names to tensors.",
+    ),
+]
+OutArgument = Annotated[str, typer.Argument(metavar="OUT", help="The directory to write; made when missing.")]
+ShardSize = Annotated[
+    str, typer.Option(help="Bytes of tensors in one file: 5GB is decimal, 5GiB binary, a bare number bytes.")
+]
+Dtype = Annotated[str | None, typer.Option(help="Cast floating tensors: float32, bfloat16, float16 or float64.")]
+Variant = Annotated[str | None, typer.Option(help="As in model.fp16.safetensors.")]
+Include = Annotated[list[str] | None, typer.Option(help="Glob pattern of tensor names to write; may be repeated.")]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="Glob pattern of tensor names to leave out; may be repeated.")
+]
+HostMemory = Annotated[str | None, typer.Option(help="Budget of the ring of buffers.  [default: 64MiB]")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show a traceback when something fails.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"streamexport {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def export(
+    source: SourceArgument,
+    out: OutArgument,
+    max_shard_size: ShardSize = "5GB",
+    dtype: Dtype = None,
+    variant: Variant = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    max_host_memory: HostMemory = None,
+    direct_io: Annotated[str, typer.Option(help="auto, on or off: write past the page cache.")] = "auto",
+    fsync: Annotated[bool, typer.Option(help="Return only when all is durable.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar and no report.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write SOURCE to OUT as safetensors shards with an index."""
+    try:
+        from streamexport.api import export_sharded
+
+        report = export_sharded(
+            _resolve(source),
+            out,
+            _size(max_shard_size),
+            dtype=dtype,
+            variant=variant,
+            include=include or None,
+            exclude=exclude or None,
+            max_host_memory=_size(max_host_memory) if max_host_memory else None,
+            direct_io=_direct_io(direct_io),
+            fsync=fsync,
+            progress=False if quiet else None,
+        )
+        if _end_ranks() == 0 and (as_json or not quiet):
+            typer.echo(report.to_json() if as_json else str(report))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line and an exit code
+        _fail(error, verbose=verbose)
+
+
+@app.command()
+def plan(
+    source: SourceArgument,
+    max_shard_size: ShardSize = "5GB",
+    dtype: Dtype = None,
+    variant: Variant = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    max_host_memory: HostMemory = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show which files an export of SOURCE would write, and what it needs, without writing."""
+    try:
+        from streamexport.api import plan_export
+
+        planned = plan_export(
+            _resolve(source),
+            _size(max_shard_size),
+            dtype=dtype,
+            variant=variant,
+            include=include or None,
+            exclude=exclude or None,
+            max_host_memory=_size(max_host_memory) if max_host_memory else None,
+        )
+        if _end_ranks() == 0:
+            typer.echo(planned.to_json() if as_json else str(planned))
+    except Exception as error:  # noqa: BLE001 - as above
+        _fail(error, verbose=verbose)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _resolve(source: str) -> Any:
+    """Return what SOURCE names: a path as it is, or what a function returns."""
+    module_name, colon, function_name = source.partition(":")
+    if Path(source).exists() or not colon:
+        return source
+    # As ``python -m`` does, and the installed command does not.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # The module is there, and lacks something itself.
+        msg = f"{source!r} is neither a path nor package.module:function: {error}"
+        raise InvalidArgumentError(msg) from error
+    if not callable(function):
+        msg = f"{source!r} is a {type(function).__name__}, not a function"
+        raise InvalidArgumentError(msg)
+    return function()
+
+
+def _size(text: str) -> int | str:
+    return int(text) if text.strip().isdecimal() else text
+
+
+def _direct_io(text: str) -> "DirectIO":
+    choices: dict[str, DirectIO] = {"auto": "auto", "on": True, "off": False}
+    if text not in choices:
+        msg = f"--direct-io {text}: expected auto, on or off"
+        raise InvalidArgumentError(msg)
+    return choices[text]
+
+
+def _end_ranks() -> int:
+    """Return this process's rank, after leaving a process group that SOURCE's function made."""
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    return rank
+
+
+def _fail(error: Exception, *, verbose: bool) -> NoReturn:
+    if verbose:
+        traceback.print_exception(error)
+    else:
+        typer.echo(f"error: {str(error) or type(error).__name__}", err=True)
+    raise typer.Exit(_WRONG_USE if isinstance(error, InvalidArgumentError) else _FAILED)
