@@ -198,11 +198,9 @@ def _write(
             files.append(FileReport(plan.index_filename, len(index), 0, "buffered"))
         durable = staging.publish([file.filename for file in files], plan.variant, fsync=fsync)
         meter.read()
-    warnings = list(plan.warnings)
+    warnings = [*plan.warnings, *staging.warnings]
     if fsync and not (synced and durable):
         warnings.append("the file system has no fsync: the files are complete, but may not survive a loss of power")
-    if staging.copied:
-        warnings.append(f"the file system cannot rename: {len(staging.copied)} files were copied into place")
     return ExportReport(
         out_dir=str(out_dir),
         files=tuple(files),

@@ -48,7 +48,7 @@ class Staging:
         self._old = self.directory / "old"
         self._new.mkdir()
         self._old.mkdir()
-        self.copied: list[str] = []
+        self.warnings: list[str] = []
 
     def path(self, filename: str) -> Path:
         """Where to write a file of that final name."""
@@ -76,9 +76,10 @@ class Staging:
         self._move(path, self.path(path.name))
         return nbytes
 
-    def discard(self) -> None:
-        """Remove the staging directory and what is in it."""
+    def discard(self) -> bool:
+        """Remove the staging directory and what is in it; return whether that worked."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        return not self.directory.exists()
 
     def publish(self, filenames: Sequence[str], variant: str | None, *, fsync: bool) -> bool:
         """Move staged files into place and the earlier set of this variant out of the way.
@@ -137,7 +138,8 @@ class Staging:
                 raise
             _copy(origin, target)
             origin.unlink()
-            self.copied.append(target.name)
+            if not self.warnings:
+                self.warnings.append("the file system cannot rename: files were copied into place")
 
 
 @contextlib.contextmanager
@@ -154,7 +156,8 @@ def staged(out_dir: Path) -> Iterator[Staging]:
             with contextlib.suppress(OSError):
                 out_dir.rmdir()
         raise
-    staging.discard()
+    if not staging.discard():
+        staging.warnings.append(f"the earlier files in {staging.directory} could not be removed")
 
 
 def check_out_dir(out_dir: Path, needed_disk: int) -> None:
