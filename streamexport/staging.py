@@ -74,8 +74,12 @@ class HostLane:
     pinned = False
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Map anonymous pages, which go back to the system at once when the buffer is dropped (malloc's may not)."""
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        """Map anonymous pages, which go back to the system at once when the buffer is dropped (malloc's may not).
+
+        Private ones, not Python's default of shared: they are counted where people look, in ``RssAnon``.
+        """
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)
 
     def copy(self, destination: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy, casting if dtypes differ."""

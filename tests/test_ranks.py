@@ -1,0 +1,127 @@
+import threading
+
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import assert_same, load
+
+from streamexport import RankError, export_sharded, ranks
+from streamexport.ranks import StoreRanks
+
+
+def on_ranks(world_size, work, store=None, peer_timeout=30.0):
+    """Run ``work(ranks)`` on threads that stand for ranks; return each rank's result or error."""
+    store = store or dist.HashStore()
+    results = [None] * world_size
+
+    def run(rank):
+        try:
+            results[rank] = work(StoreRanks(store, rank, world_size, peer_timeout))
+        except Exception as error:  # noqa: BLE001 - it is the result
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def test_ranks_that_planned_the_same_go_on_and_get_the_leaders_result():
+    """Several exports in a row do not mix."""
+    store = dist.HashStore()
+    for round_number in range(3):
+
+        def work(these, number=round_number):
+            these.agree(lambda: "same")
+            return these.lead(lambda: f"result {number}")
+
+        assert on_ranks(3, work, store) == [f"result {round_number}"] * 3
+
+
+def test_a_rank_that_planned_another_export_is_an_error_on_all():
+    """D14: nothing is written, and the rank is named."""
+    results = on_ranks(3, lambda these: these.agree(lambda: "other" if these.rank == 2 else "same"))
+    assert all(isinstance(result, RankError) and result.rank == 2 for result in results)
+    assert "rank 2 planned another export" in str(results[0])
+
+
+def test_a_failure_while_planning_is_raised_on_all():
+    """The failing rank raises its own error, the others one that names it."""
+
+    def plan(these):
+        if these.rank == 1:
+            msg = "no such layer"
+            raise ValueError(msg)
+        return "same"
+
+    results = on_ranks(3, lambda these: these.agree(lambda: plan(these)))
+    assert isinstance(results[1], ValueError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], RankError)
+        assert "rank 1 failed: ValueError: no such layer" in str(results[rank])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "x"), KeyboardInterrupt()])
+def test_a_failure_of_the_writing_rank_is_raised_on_all(error):
+    """Also when it is interrupted: nobody waits for what never comes."""
+
+    def fail():
+        raise error
+
+    def work(these):
+        these.agree(lambda: "same")
+        try:
+            these.lead(fail)
+        except (RankError, OSError, KeyboardInterrupt) as caught:
+            return caught
+
+    results = on_ranks(2, work)
+    assert results[0] is error
+    assert isinstance(results[1], RankError)
+    assert type(error).__name__ in str(results[1])
+    assert results[1].rank == 0
+
+
+def test_a_rank_that_never_calls_is_an_error_that_names_the_rule():
+    """D12: only rank 0 calls. A late rank hears of it at once, and the next export is in step again."""
+    store = dist.HashStore()
+    with pytest.raises(RankError, match="rank 1 did not call within 0.05 s: every rank") as caught:
+        StoreRanks(store, 0, 2, 0.05).agree(lambda: "same")
+    assert caught.value.rank == 1
+    with pytest.raises(RankError, match="did not call"):
+        StoreRanks(store, 1, 2, 0.05).agree(lambda: "same")
+    assert on_ranks(2, lambda these: these.agree(lambda: "same"), store) == [None, None]
+
+
+def test_waiting_holds_no_collective_and_outlasts_any_group_timeout(monkeypatch):
+    """D13: a write may take longer than the watchdog of collectives allows; the wait only polls the store."""
+    pauses = []
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: pauses.append(seconds) or started.wait(0.001))
+    started = threading.Event()
+
+    def work(these):
+        these.agree(lambda: "same")
+        return these.lead(lambda: "done" if slow() else "")
+
+    def slow():
+        while not (pauses and pauses[-1] == 0.25):
+            started.wait(0.001)
+        return True
+
+    assert on_ranks(2, work) == ["done", "done"]
+    assert max(pauses) == 0.25
+
+
+def test_one_process_needs_no_store(tmp_path):
+    """A default group of one is a process on its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert isinstance(ranks.open_ranks(1.0), ranks.SingleRank)
+        export_sharded({"w": torch.ones(3)}, tmp_path / "out")
+    finally:
+        dist.destroy_process_group()
+    assert_same(load(tmp_path / "out"), {"w": torch.ones(3)})
