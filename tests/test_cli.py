@@ -135,7 +135,15 @@ def test_the_version_is_printed(call):
 
 def test_torchrun_exports_on_all_ranks_and_prints_once(call, model, tmp_path):
     """``torchrun -m streamexport``: rank 0 writes and reports; the process group that the function made is left."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "streamexport"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "streamexport",
+    ]
     done = subprocess.run(
         [*command, "export", "usercode:build_group", "out", "--max-shard-size", "4KB"],
         check=False,

@@ -106,7 +106,12 @@ def test_disjoint_views_of_one_buffer_are_tensors_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "dtype"),
-    [("bfloat16", torch.bfloat16), (torch.float16, torch.float16), ("torch.float32", torch.float32), ("FP32", torch.float32)],
+    [
+        ("bfloat16", torch.bfloat16),
+        (torch.float16, torch.float16),
+        ("torch.float32", torch.float32),
+        ("FP32", torch.float32),
+    ],
 )
 def test_a_cast_changes_floating_tensors_alone(given, dtype, tensors, tmp_path):
     """One rounding of each value, as tensor.to() does; integers, bools, complex and 8-bit floats stay."""

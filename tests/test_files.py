@@ -36,7 +36,9 @@ def test_a_file_has_exactly_the_bytes_that_were_written(direct, nbytes, tmp_path
 def test_short_writes_are_continued(direct, tensors, tmp_path, monkeypatch):
     """The system may take fewer bytes than it is given: a signal, a quota, 2 GiB."""
     write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: write(fd, view[: max(4096, len(view) // 3 // 4096 * 4096)], at))
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, view, at: write(fd, view[: max(4096, len(view) // 3 // 4096 * 4096)], at)
+    )
     export_sharded(tensors, tmp_path / "out", direct_io=direct)
     assert_same(load(tmp_path / "out"), {name: tensor.contiguous() for name, tensor in tensors.items()})
 
@@ -129,7 +131,7 @@ def test_buffered_writes_are_sequential_and_leave_the_page_cache_in_windows(tmp_
 
 
 def test_the_page_cache_is_not_filled(tmp_path):
-    """D07: what was written is not in memory afterwards, direct or buffered; measured by mincore's figure for a file."""
+    """D07: what was written is not in memory afterwards, direct or buffered, as mincore tells."""
     import ctypes
 
     import torch

@@ -32,7 +32,11 @@ def test_every_dtype_the_format_can_name_is_known():
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_a_file_of_each_dtype_equals_save_file(dtype, tmp_path):
     """Byte for byte, also with a zero-size, a 0-dim (where the format has one) and a strided tensor."""
-    tensors = {"b": random_tensor(dtype, (3, 8, 4)), "a": random_tensor(dtype, (0, 2)), "c": random_tensor(dtype, (7,))}
+    tensors = {
+        "b": random_tensor(dtype, (3, 8, 4)),
+        "a": random_tensor(dtype, (0, 2)),
+        "c": random_tensor(dtype, (7,)),
+    }
     if dtype != torch.float4_e2m1fn_x2:
         tensors["z"] = random_tensor(dtype, ())
     tensors["t"] = random_tensor(dtype, (6, 4)).t()

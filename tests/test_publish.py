@@ -70,8 +70,11 @@ def test_staged_files_match_no_loaders_pattern(old, tmp_path):
     export_sharded(old, tmp_path, "20KB", progress=lambda event: seen.update(files(tmp_path)))
     assert seen
     assert all(name.startswith(".streamexport-") for name in seen)
-    assert not any(name.endswith((".safetensors", ".json", ".bin")) or ".safetensors.index" in name for name in seen
-                   if not name.endswith(".part"))
+    assert not any(
+        name.endswith((".safetensors", ".json", ".bin")) or ".safetensors.index" in name
+        for name in seen
+        if not name.endswith(".part")
+    )
     assert not list(tmp_path.glob(".streamexport*"))
 
 
@@ -131,7 +134,7 @@ def _fail_nth(monkeypatch, owner, name, number, error):
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize(("owner", "name"), [(os, "pwrite"), (os, "fsync"), (Path, "rename"), (os, "open")])
 def test_a_failure_at_any_call_leaves_the_earlier_export(owner, name, error, old, new, tmp_path):
-    """Every write, fsync, rename and open in turn: the error is raised, the old export reads, nothing is left over."""
+    """Every write, fsync, rename and open in turn: the error is raised, the old export reads, nothing is left."""
     export_sharded(old, tmp_path / "out", "40KB")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     number, calls = 0, [()]
@@ -167,7 +170,9 @@ def test_a_full_file_system_is_an_error_that_names_the_file(old, tmp_path):
         "streamexport.export_sharded({'w': torch.zeros(1 << 20)}, sys.argv[1])"
     )
     export_sharded(old, tmp_path / "out")
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert re.search(r"File too large: '.*model\.safetensors\.part'", done.stderr)
     assert files(tmp_path / "out") == {"model.safetensors"}
@@ -210,7 +215,7 @@ def test_data_is_durable_before_names_and_the_index_comes_last(old, new, tmp_pat
     fsync, rename = os.fsync, Path.rename
 
     def record_fsync(fd):
-        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        events.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
         fsync(fd)
 
     def record_rename(self, target):

@@ -1,6 +1,5 @@
 import threading
 
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,7 +88,7 @@ def test_a_failure_of_the_writing_rank_is_raised_on_all(error):
 def test_a_rank_that_never_calls_is_an_error_that_names_the_rule():
     """D12: only rank 0 calls. A late rank hears of it at once, and the next export is in step again."""
     store = dist.HashStore()
-    with pytest.raises(RankError, match="rank 1 did not call within 0.05 s: every rank") as caught:
+    with pytest.raises(RankError, match=r"rank 1 did not call within 0\.05 s: every rank") as caught:
         StoreRanks(store, 0, 2, 0.05).agree(lambda: "same")
     assert caught.value.rank == 1
     with pytest.raises(RankError, match="did not call"):

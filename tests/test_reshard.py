@@ -76,7 +76,7 @@ def test_odd_shard_names_of_the_source_do_not_matter(plain, tmp_path):
 
 
 def test_configuration_and_tokenizer_come_along(saved, tmp_path):
-    """A model's directory stays loadable; a cast is written into a copy of its config. Weights of others do not come."""
+    """A model's directory stays loadable; a cast is written into a copy of its config; other weights do not come."""
     (saved / "config.json").write_text('{"dtype": "float32", "model_type": "llama"}')
     (saved / "tokenizer.json").write_text("{}")
     (saved / "modeling_mine.py").write_text("x = 1")
@@ -113,7 +113,7 @@ def test_broken_sources_are_refused_with_the_files_name(saved, tmp_path):
             export_sharded(saved, tmp_path / "out")
         path.write_bytes(before)
     shard.unlink()
-    with pytest.raises(FormatError, match="model-00002-of-00004.safetensors, which is not there"):
+    with pytest.raises(FormatError, match=r"model-00002-of-00004\.safetensors, which is not there"):
         export_sharded(saved, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -162,9 +162,10 @@ def test_sources_are_read_without_mapping_them(saved, plain, tmp_path, monkeypat
 
 def test_a_source_that_is_cut_while_it_is_read_is_an_error(saved, tmp_path):
     """Not a file of zeros."""
+
     def cut(event):
         os.truncate(saved / "model-00004-of-00004.safetensors", 1000)
 
-    with pytest.raises(FormatError, match="model-00004.*cut while"):
+    with pytest.raises(FormatError, match=r"model-00004.*cut while"):
         export_sharded(saved, tmp_path / "out", 4096, progress=cut, max_host_memory="512KiB")
     assert not (tmp_path / "out").exists()

@@ -53,7 +53,11 @@ def imports_of(path, *, top_level):
 
 
 def package_files():
-    return [path for path in PACKAGE.rglob("*.py") if path.name not in {"__init__.py", "__main__.py"} or path.parent != PACKAGE]
+    return [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in {"__init__.py", "__main__.py"} or path.parent != PACKAGE
+    ]
 
 
 def test_every_file_is_in_a_room_and_rooms_import_from_above_only():
@@ -137,10 +141,14 @@ def test_the_wheel_installs_into_a_clean_environment_and_brings_the_command(tmp_
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = environment / "bin/streamexport"
-    shown = subprocess.run([command, "--version"], check=True, capture_output=True, text=True, env=clean, cwd=tmp_path)
+    shown = subprocess.run(
+        [command, "--version"], check=True, capture_output=True, text=True, env=clean, cwd=tmp_path
+    )
     assert shown.stdout == f"streamexport {streamexport.__version__}\n"
     script = "import streamexport.api, pathlib; print(pathlib.Path(streamexport.__file__).parent)"
-    found = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True, env=clean, cwd=tmp_path)
+    found = subprocess.run(
+        [python, "-c", script], check=True, capture_output=True, text=True, env=clean, cwd=tmp_path
+    )
     assert Path(found.stdout.strip()) == site / "streamexport"
     assert {path.name for path in (site / "streamexport").iterdir()} >= {"py.typed", "sources", "layout"}
 

@@ -54,7 +54,7 @@ def mapping_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
         if not isinstance(name, str):
             msg = f"the mapping's keys must be tensor names: got {name!r}"
             raise InvalidArgumentError(msg)
-        if problem := find_problem(tensor):
+        if problem := find_problem(tensor) or _placeholder_problem(name, tensor):
             problems[name] = problem
             continue
         specs[name] = spec_of(name, tensor, parameter=True)
@@ -89,6 +89,13 @@ def find_problem(tensor: object) -> str | None:
         return f"its layout is {tensor.layout}: use .to_dense() first"
     if dtype_name(tensor.dtype) is None:
         return f"its dtype {tensor.dtype} has no name in the safetensors format"
+    return None
+
+
+def _placeholder_problem(name: str, tensor: torch.Tensor) -> str | None:
+    """Return why a state dict's weight cannot be exported if it looks as ZeRO stage 3 leaves it (DeepSpeed 2413)."""
+    if name.rpartition(".")[2] == "weight" and tuple(tensor.shape) == (0,):
+        return "its shape is (0,), as ZeRO stage 3 leaves the weights that it has partitioned"
     return None
 
 
