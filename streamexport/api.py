@@ -173,7 +173,7 @@ def _write(
     with staged(out_dir) as staging:
         direct = choose_direct(staging.directory, direct_io)
         files = _stage_companions(source, plan, staging, cast=cast, fsync=fsync)
-        ring = Ring(open_lane(source.devices), plan.host_memory // BUFFERS)
+        ring = Ring(lambda: open_lane(source.devices), plan.host_memory // BUFFERS)
         bar = ProgressMeter(progress, sum(shard.nbytes for shard in plan.shards))
 
         def on_written(shard: Shard, nbytes: int) -> None:
@@ -209,7 +209,7 @@ def _write(
         max_shard_size=plan.max_shard_size,
         seconds=time.perf_counter() - started,
         anonymous_bytes=meter.peak,
-        pinned_bytes=ring.nbytes if ring.lane.pinned else 0,
+        pinned_bytes=ring.pinned_bytes,
         tied=dict(plan.tied),
         warnings=tuple(warnings),
     )

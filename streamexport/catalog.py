@@ -106,7 +106,7 @@ class Source(Protocol):
         """What the files beside the weights are made from: a transformers model, a directory's path, or nothing."""
 
     def read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
-        """Fill ``destination`` with elements of a tensor.
+        """Fill ``destination`` with elements of a tensor; several threads do so at once.
 
         Args:
             name: the tensor.

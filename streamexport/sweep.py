@@ -1,27 +1,28 @@
-"""Carries out a plan: fills the ring's buffers one after the other and has them written while the next is filled.
+"""Carries out a plan: each of the ring's buffers is filled and written by a thread of its own, over and over.
 
 A file is cut into parts of one buffer each, at offsets that are multiples of the buffer's size, whatever tensors lie
 there: small neighbours share a part, a large tensor has many. So every write but a file's last is large and aligned,
-and memory does not depend on the sizes of tensors or files.
+and memory does not depend on the sizes of tensors or files. While one part is written the next is filled.
 """
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from streamexport.catalog import Output, Source
+from streamexport.catalog import Copy, Output, Source
 from streamexport.files import OutputFile
 from streamexport.plan import Shard
 from streamexport.safetensors_format import TORCH_DTYPES, Extent, itemsize
-from streamexport.staging import Lane, Ring, Ticket
+from streamexport.staging import Ring, Slot
 
-_DIRECT_WRITERS = 4
-"""Threads that write directly, so that the disk always has its next requests before it has ended the last."""
+_AHEAD = 16
+"""Parts handed out before they are written: enough that no thread waits for work, few enough to be no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +33,6 @@ class Part:
     start: int
     stop: int
     places: Sequence[tuple[str, Extent]]
-
-
-class _OpenShard:
-    """A file while its parts are written; the last of them finishes it."""
-
-    def __init__(self, path: Path, nbytes: int, *, direct: bool, fsync: bool) -> None:
-        self.file = OutputFile(path, direct=direct)
-        self._fsync = fsync
-        self._missing = nbytes
-        self._lock = threading.Lock()
-
-    def write(self, view: memoryview, offset: int, ticket: Ticket) -> int:
-        ticket()
-        self.file.write(view, offset)
-        with self._lock:
-            self._missing -= len(view)
-            complete = not self._missing
-        if complete:
-            self.file.finish(fsync=self._fsync)
-        return len(view)
 
 
 def sweep(
@@ -71,7 +52,7 @@ def sweep(
         source: where the values come from.
         ring: the buffers they go through.
         paths: where each file is written; none may exist.
-        direct: write past the page cache.
+        direct: write past the page cache, parts in any order; else each file strictly from start to end.
         fsync: make each file durable.
         on_written: told, on this thread, of each part written: its file and bytes.
 
@@ -81,34 +62,78 @@ def sweep(
     Raises:
         OSError: a file cannot be written. No thread is left, and no file open.
     """
-    opened: dict[str, _OpenShard] = {}
-    pending: deque[tuple[Shard, Future[int]]] = deque()
+    files = _Files(paths, direct=direct, fsync=fsync)
+    free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+    for slot in ring.slots:
+        free.put(slot)
+
+    def carry(part: Part, before: Future[None] | None) -> None:
+        slot = free.get()
+        try:
+            with torch.no_grad():
+                _fill(slot, part, source)
+            slot.lane.finish()
+            if before is not None:
+                wait([before])  # It was handed out earlier, so a thread is at it or done.
+            files.write(part, slot.view[: part.stop - part.start])
+        finally:
+            free.put(slot)
+
+    pending: deque[tuple[Part, Future[None]]] = deque()
 
     def settle_oldest() -> None:
-        shard, future = pending.popleft()
-        on_written(shard, future.result())
+        part, future = pending.popleft()
+        future.result()
+        on_written(part.shard, part.stop - part.start)
 
-    pool = ThreadPoolExecutor(_DIRECT_WRITERS if direct else 1, thread_name_prefix="streamexport")
+    pool = ThreadPoolExecutor(len(ring.slots), thread_name_prefix="streamexport")
     try:
-        with torch.no_grad():
-            for number, part in enumerate(_parts(shards, ring.buffer_bytes)):
-                slot = number % len(ring.tensors)
-                if len(pending) == len(ring.tensors):
-                    settle_oldest()  # It is the one that wrote from this slot.
-                name = part.shard.filename
-                if name not in opened:
-                    opened[name] = _OpenShard(paths(part.shard), part.shard.nbytes, direct=direct, fsync=fsync)
-                _fill(ring.tensors[slot], part, source, ring.lane)
-                view = ring.views[slot][: part.stop - part.start]
-                future = pool.submit(opened[name].write, view, part.start, ring.lane.mark())
-                pending.append((part.shard, future))
+        for part in _parts(shards, ring.buffer_bytes):
+            if len(pending) == _AHEAD:
+                settle_oldest()
+            before = pending[-1][1] if pending and not direct else None
+            pending.append((part, pool.submit(carry, part, before)))
         while pending:
             settle_oldest()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        for shard in opened.values():
-            shard.file.close()
-    return all(shard.file.synced for shard in opened.values())
+        files.close()
+    return files.synced
+
+
+class _Files:
+    """The files that are being written: opened with their first part, finished with their last."""
+
+    def __init__(self, paths: Callable[[Shard], Path], *, direct: bool, fsync: bool) -> None:
+        self.synced = True
+        self._paths = paths
+        self._direct = direct
+        self._fsync = fsync
+        self._lock = threading.Lock()
+        self._open: dict[str, OutputFile] = {}
+        self._missing: dict[str, int] = {}
+
+    def write(self, part: Part, view: memoryview) -> None:
+        name = part.shard.filename
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = OutputFile(self._paths(part.shard), direct=self._direct)
+                self._missing[name] = part.shard.nbytes
+            file = self._open[name]
+        file.write(view, part.start)
+        with self._lock:
+            self._missing[name] -= len(view)
+            if self._missing[name]:
+                return
+            del self._open[name]
+        file.finish(fsync=self._fsync)
+        with self._lock:
+            self.synced = self.synced and file.synced
+
+    def close(self) -> None:
+        """Close what an error has left open."""
+        for file in self._open.values():
+            file.close()
 
 
 def _parts(shards: Sequence[Shard], size: int) -> Iterator[Part]:
@@ -125,25 +150,25 @@ def _parts(shards: Sequence[Shard], size: int) -> Iterator[Part]:
             yield Part(shard, start, stop, places[first:last])
 
 
-def _fill(buffer: torch.Tensor, part: Part, source: Source, lane: Lane) -> None:
+def _fill(slot: Slot, part: Part, source: Source) -> None:
     """Bring a part's bytes into a buffer: the header's, then each tensor's that lies in it."""
     if prefix := part.shard.header.prefix[part.start : part.stop]:
-        buffer[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
+        slot.view[: len(prefix)] = prefix
     for name, extent in part.places:
         start, stop = max(extent.start, part.start), min(extent.stop, part.stop)
         # Tensors lie at multiples of their item's size, and parts at multiples of a page: no element is cut.
-        piece = buffer[start - part.start : stop - part.start].view(TORCH_DTYPES[extent.dtype])
+        piece = slot.tensor[start - part.start : stop - part.start].view(TORCH_DTYPES[extent.dtype])
         first = (start - extent.start) // itemsize(extent.dtype)
-        _fill_piece(piece, part.shard.outputs[name], first, source, lane)
+        _fill_piece(piece, part.shard.outputs[name], first, source, slot.lane.copy)
 
 
-def _fill_piece(piece: torch.Tensor, output: Output, first: int, source: Source, lane: Lane) -> None:
+def _fill_piece(piece: torch.Tensor, output: Output, first: int, source: Source, copy: Copy) -> None:
     """Bring elements of an output tensor, from ``first`` on, out of the segments that it is made of."""
     done = 0
     for segment in output.segments:
         skipped = min(first, segment.numel)
         count = min(segment.numel - skipped, piece.numel() - done)
         if count:
-            source.read(segment.tensor, segment.start + skipped, piece[done : done + count], lane.copy)
+            source.read(segment.tensor, segment.start + skipped, piece[done : done + count], copy)
         first -= skipped
         done += count

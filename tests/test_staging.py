@@ -11,7 +11,7 @@ from streamexport.staging import BUFFERS, AcceleratorLane, HostLane, Ring, buffe
 MIB = 1024 * 1024
 
 
-@pytest.mark.parametrize("budget", [None, 524_288, 700_000, "1MB", "64MiB", "100MB", "1GiB", 3 * MIB + 1])
+@pytest.mark.parametrize("budget", [None, 131_072, 700_000, "1MB", "64MiB", "100MB", "1GiB", 3 * MIB + 1])
 def test_buffers_are_powers_of_two_within_the_budget(budget):
     """D06: torch's pinned allocator rounds up to a power of two, and must not be led over the budget by it."""
     size = buffer_bytes(budget)
@@ -21,59 +21,57 @@ def test_buffers_are_powers_of_two_within_the_budget(budget):
 
 
 def test_the_default_ring_is_64_mib():
-    """Eight buffers of 8 MiB."""
+    """Two buffers of 32 MiB."""
     assert buffer_bytes(None) * BUFFERS == 64 * MIB
 
 
 def test_a_budget_below_the_smallest_ring_is_refused():
     """With the smallest that works in the message."""
-    with pytest.raises(InvalidArgumentError, match="524288"):
-        buffer_bytes("512KB")
+    with pytest.raises(InvalidArgumentError, match="131072"):
+        buffer_bytes("131KB")
 
 
 def test_a_rings_buffers_are_page_aligned_and_all_it_holds():
     """Direct writes need aligned memory."""
-    ring = Ring(HostLane(), 64 * 1024)
-    assert ring.nbytes == 8 * 64 * 1024
-    assert all(tensor.data_ptr() % 4096 == 0 for tensor in ring.tensors)
-    ring.tensors[3][:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
-    assert bytes(ring.views[3][:4]) == b"\x01\x02\x03\x04"
+    ring = Ring(HostLane, 64 * 1024)
+    assert ring.nbytes == 2 * 64 * 1024
+    assert ring.pinned_bytes == 0
+    assert all(slot.tensor.data_ptr() % 4096 == 0 for slot in ring.slots)
+    ring.slots[1].tensor[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    assert bytes(ring.slots[1].view[:4]) == b"\x01\x02\x03\x04"
 
 
 class LateLane(HostLane):
-    """An accelerator's lane as the sweep sees it: copies arrive only when their ticket is waited for."""
+    """An accelerator's lane as the sweep sees it: copies arrive only when they are waited for."""
 
     pinned = True
 
     def __init__(self):
         self.started = []
-        self.waited_on = set()
+        self.threads = set()
 
     def copy(self, destination, tensor):
         destination.fill_(0)
         self.started.append((destination, tensor))
 
-    def mark(self):
-        mine, self.started = self.started, []
-
-        def wait():
-            self.waited_on.add(threading.current_thread().name)
-            for destination, tensor in mine:
-                destination.copy_(tensor)
-
-        return wait
+    def finish(self):
+        self.threads.add(threading.current_thread().name)
+        while self.started:
+            destination, tensor = self.started.pop()
+            destination.copy_(tensor)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_is_written_is_what_has_arrived(direct, tensors, tmp_path, monkeypatch):
-    """Copies are in flight until their ticket is waited for, which the writing thread does, not the filling one."""
-    lane = LateLane()
-    monkeypatch.setattr(api, "open_lane", lambda devices: lane)
-    report = export_sharded(tensors, tmp_path / "out", "200KB", max_host_memory="512KiB", direct_io=direct)
+    """Copies are in flight until they are waited for; each buffer has a lane and a thread of its own."""
+    lanes = []
+    monkeypatch.setattr(api, "open_lane", lambda devices: lanes.append(LateLane()) or lanes[-1])
+    report = export_sharded(tensors, tmp_path / "out", "200KB", max_host_memory="128KiB", direct_io=direct)
     assert_same(load(tmp_path / "out"), {name: tensor.contiguous() for name, tensor in tensors.items()})
-    assert all(name.startswith("streamexport") for name in lane.waited_on)
-    assert report.pinned_bytes == 512 * 1024
-    assert not lane.started
+    assert len(lanes) == BUFFERS
+    assert all(name.startswith("streamexport") for lane in lanes for name in lane.threads)
+    assert report.pinned_bytes == 128 * 1024
+    assert not any(lane.started for lane in lanes)
 
 
 class FakeDevice:
@@ -128,14 +126,13 @@ class Destination:
 
 
 def test_an_accelerators_copies_are_on_a_stream_of_their_own_behind_the_optimizers_last_write():
-    """One synchronisation before the first read; then copies that do not block, and an event for each mark."""
+    """One synchronisation before the first read; then copies that do not block, and one event to wait for."""
     device = FakeDevice()
     lane = AcceleratorLane(lambda _: device)
     for _ in range(2):
         lane.copy(Destination(device.calls), OnDevice(torch.ones(3)))
-    ticket = lane.mark()
-    ticket()
-    lane.mark()()
+    lane.finish()
+    lane.finish()
     copy = ["enter stream", "copy non_blocking=True", "leave stream"]
     assert device.calls == ["synchronize device", "new stream", *copy, *copy, "record event", "wait for event"]
 
@@ -145,16 +142,15 @@ def test_host_tensors_beside_an_accelerators_are_copied_at_once():
     lane = AcceleratorLane(lambda _: pytest.fail("no device is asked"))
     destination = torch.zeros(5, dtype=torch.bfloat16)
     lane.copy(destination, torch.arange(5))
-    lane.mark()()
+    lane.finish()
     assert destination.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_memory_that_cannot_be_pinned_is_pageable():
     """Without an accelerator here, pinning fails: the export goes on, and does not claim pinned memory."""
-    lane = AcceleratorLane()
-    ring = Ring(lane, 64 * 1024)
-    assert lane.pinned == torch.accelerator.is_available()
-    assert len(ring.tensors) == BUFFERS
+    ring = Ring(AcceleratorLane, 64 * 1024)
+    assert ring.pinned_bytes == (ring.nbytes if torch.accelerator.is_available() else 0)
+    assert len(ring.slots) == BUFFERS
 
 
 def test_devices_choose_the_lane():

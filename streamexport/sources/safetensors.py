@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ class SafetensorsSource:
         self.companion_origin = directory if (directory / "config.json").is_file() else None
         self._places: dict[str, tuple[Path, Extent]] = {}
         self._open: OrderedDict[Path, int] = OrderedDict()
+        self._lock = threading.Lock()
         self._scratch: torch.Tensor | None = None
         for file in files:
             for name, extent in _read_header(file).items():
@@ -54,7 +56,16 @@ class SafetensorsSource:
         )
 
     def read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
-        """See ``catalog.Source``."""
+        """See ``catalog.Source``. One thread reads at a time, while others write."""
+        with self._lock:
+            self._read(name, start, destination, copy)
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
         file, extent = self._places[name]
         dtype = TORCH_DTYPES[extent.dtype]
         offset = extent.start + start * itemsize(extent.dtype)
@@ -70,11 +81,6 @@ class SafetensorsSource:
             self._read_into(file, offset, raw.view(torch.uint8))
             copy(piece, raw)
             offset += raw.nbytes
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def _read_into(self, file: Path, offset: int, destination: torch.Tensor) -> None:
         view = view_memory(destination.data_ptr(), destination.nbytes)
