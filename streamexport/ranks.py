@@ -17,7 +17,7 @@ from streamexport.errors import InvalidArgumentError, RankError
 DEFAULT_PEER_TIMEOUT = 600.0
 """Seconds to wait for the slowest rank to call: DeepSpeed's own default for its process groups is 10 minutes."""
 
-_FIRST_DELAY, _LAST_DELAY = 0.001, 0.25
+_FIRST_DELAY, _LAST_DELAY = 0.001, 0.1
 
 
 class Ranks(Protocol):
