@@ -81,7 +81,7 @@ def copy_only(flat: torch.Tensor) -> None:
         slot.lane.finish()
 
 
-def write_only(nbytes: int, directory: Path, direct: bool) -> None:  # noqa: FBT001 - one flag, as files has it
+def write_only(nbytes: int, directory: Path, direct: bool) -> None:
     """Write as many bytes of a buffer, and copy nothing: one thread's disk ceiling."""
     directory.mkdir()
     slot = Ring(AcceleratorLane, buffer_bytes(None)).slots[0]

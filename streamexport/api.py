@@ -15,11 +15,11 @@ from streamexport.errors import InvalidArgumentError
 from streamexport.files import DirectIO, check_direct_io, choose_direct
 from streamexport.layout import arrange
 from streamexport.memory import MemoryMeter
-from streamexport.plan import DEFAULT_MAX_SHARD_SIZE, ExportPlan, Shard, check_variant, make_plan
+from streamexport.plan import ExportPlan, Shard, check_variant, make_plan
 from streamexport.publish import Staging, check_out_dir, staged
 from streamexport.ranks import DEFAULT_PEER_TIMEOUT, open_ranks
 from streamexport.report import PROGRESS_HELP, ExportReport, FileReport, Progress, ProgressMeter
-from streamexport.sizes import parse_size
+from streamexport.sizes import DEFAULT_MAX_SHARD_SIZE, parse_size
 from streamexport.sources import open_source
 from streamexport.staging import BUFFERS, Ring, buffer_bytes, open_lane
 from streamexport.sweep import sweep
@@ -170,7 +170,7 @@ def _write(
     check_out_dir(out_dir, plan.needed_disk)
     started = time.perf_counter()
     meter = MemoryMeter()
-    with staged(out_dir) as staging:
+    with staged(out_dir, fsync=fsync) as staging:
         direct = choose_direct(staging.directory, direct_io)
         files = _stage_companions(source, plan, staging, cast=cast, fsync=fsync)
         ring = Ring(lambda: open_lane(source.devices), plan.host_memory // BUFFERS)

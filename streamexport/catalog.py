@@ -5,7 +5,7 @@ a piece of one of them into host memory. Everything between the two works on the
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,12 +59,14 @@ class Catalog:
         declared_ties: for each name that the model declares tied, the name that it takes its value from;
             None where the source declares nothing and identity alone decides.
         problems: for each name that cannot be exported, why.
+        warnings: what the user should know of the source.
     """
 
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     declared_ties: Mapping[str, str] | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from streamexport._version import __version__
-from streamexport.errors import InvalidArgumentError
+from streamexport.errors import InvalidArgumentError, StreamexportError
+from streamexport.sizes import DEFAULT_MAX_SHARD_SIZE
 
 if TYPE_CHECKING:
     from streamexport.files import DirectIO
@@ -59,7 +60,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def export(
     source: SourceArgument,
     out: OutArgument,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_MAX_SHARD_SIZE,
     dtype: Dtype = None,
     variant: Variant = None,
     include: Include = None,
@@ -97,7 +98,7 @@ def export(
 @app.command()
 def plan(
     source: SourceArgument,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_MAX_SHARD_SIZE,
     dtype: Dtype = None,
     variant: Variant = None,
     include: Include = None,
@@ -178,5 +179,7 @@ def _fail(error: Exception, *, verbose: bool) -> NoReturn:
     if verbose:
         traceback.print_exception(error)
     else:
-        typer.echo(f"error: {str(error) or type(error).__name__}", err=True)
+        # Our own messages say it all; KeyError's, say, are only a key.
+        kind = "" if isinstance(error, StreamexportError) else f"{type(error).__name__}: "
+        typer.echo(f"error: {kind}{error}", err=True)
     raise typer.Exit(_WRONG_USE if isinstance(error, InvalidArgumentError) else _FAILED)

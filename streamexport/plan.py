@@ -16,9 +16,6 @@ from streamexport.layout import Layout
 from streamexport.safetensors_format import TORCH_DTYPES, Header, encode_header
 from streamexport.sizes import format_size
 
-DEFAULT_MAX_SHARD_SIZE = "5GB"
-"""``huggingface_hub``'s default; transformers 5 has 50GB, which most file systems and hubs dislike."""
-
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 

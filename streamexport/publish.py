@@ -143,18 +143,23 @@ class Staging:
 
 
 @contextlib.contextmanager
-def staged(out_dir: Path) -> Iterator[Staging]:
+def staged(out_dir: Path, *, fsync: bool) -> Iterator[Staging]:
     """Make ``out_dir`` if it is missing, and a staging directory in it that is removed at the end, come what may."""
     made = make_directory(out_dir)
-    staging = Staging(out_dir)
+    staging = None
     try:
+        staging = Staging(out_dir)
         yield staging
+        if fsync:
+            for directory in made:
+                sync_directory(directory.parent)
     except BaseException:
-        staging.discard()
-        if made:
-            # Best effort: the export that failed made it, and nothing else is in it.
-            with contextlib.suppress(OSError):
-                out_dir.rmdir()
+        if staging is not None:
+            staging.discard()
+        # The export that failed made them; where something else has come into them, they stay.
+        with contextlib.suppress(OSError):
+            for directory in made:
+                directory.rmdir()
         raise
     if not staging.discard():
         staging.warnings.append(f"the earlier files in {staging.directory} could not be removed")
@@ -188,9 +193,9 @@ def check_out_dir(out_dir: Path, needed_disk: int) -> None:
         raise OutputError(errno.ENOSPC, msg, str(out_dir))
 
 
-def make_directory(path: Path) -> bool:
-    """Make a directory and its parents, beside others that may be doing the same; return whether it was missing."""
-    missing = not path.is_dir()
+def make_directory(path: Path) -> list[Path]:
+    """Make a directory, beside others that may be doing the same; return which were missing, it and its parents."""
+    missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
     for last in (False, True):
         try:
             path.mkdir(parents=True, exist_ok=True)

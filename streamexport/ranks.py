@@ -18,6 +18,10 @@ DEFAULT_PEER_TIMEOUT = 600.0
 """Seconds to wait for the slowest rank to call: DeepSpeed's own default for its process groups is 10 minutes."""
 
 _FIRST_DELAY, _LAST_DELAY = 0.001, 0.1
+"""Seconds between two looks at the store: a short wait ends at once, a long one costs nothing."""
+
+_GRACE = 5.0
+"""Seconds that an answer may take on its way."""
 
 
 class Ranks(Protocol):
@@ -77,18 +81,21 @@ class StoreRanks:
 
     def agree(self, digest: Callable[[], str]) -> None:
         """See ``Ranks``."""
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             mine = {"digest": digest()}
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except BaseException as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             error = caught
             mine = {"error": _describe(caught)}
         self._post(f"arrived/{self.rank}", mine)
         if self.rank == 0:
             self._post("verdict", self._compare(mine))
-        verdict = self._fetch("verdict", None)
+        # Rank 0 may come as late as any other, and then wait as long for the others.
+        verdict = self._fetch("verdict", time.monotonic() + 2 * self._peer_timeout + _GRACE)
         if error is not None:
             raise error
+        if verdict is None:
+            raise RankError(self._absence(0), 0)
         if verdict:
             raise RankError(verdict["message"], verdict["rank"])
 
@@ -115,10 +122,7 @@ class StoreRanks:
             theirs = self._fetch(f"arrived/{rank}", deadline)
             message = None
             if theirs is None:
-                message = (
-                    f"rank {rank} did not call within {self._peer_timeout:g} s: every rank of the job must call the "
-                    "export, not rank 0 alone"
-                )
+                message = self._absence(rank)
             elif "error" in theirs:
                 message = f"rank {rank} failed: {theirs['error']}"
             elif theirs != mine and "digest" in mine:
@@ -128,6 +132,12 @@ class StoreRanks:
             if message:
                 return {"rank": rank, "message": message}
         return {}
+
+    def _absence(self, rank: int) -> str:
+        return (
+            f"rank {rank} did not call within {self._peer_timeout:g} s: "
+            "every rank of the job must call the export, not one alone"
+        )
 
     def _post(self, key: str, value: dict[str, Any]) -> None:
         self._store.set(key, json.dumps(value))
@@ -139,12 +149,16 @@ class StoreRanks:
         watchdog among them.
         """
         delay = _FIRST_DELAY
-        while not self._store.check([key]):
-            if deadline is not None and time.monotonic() > deadline:
-                return None
-            time.sleep(delay)
-            delay = min(2 * delay, _LAST_DELAY)
-        return json.loads(self._store.get(key))
+        try:
+            while not self._store.check([key]):
+                if deadline is not None and time.monotonic() > deadline:
+                    return None
+                time.sleep(delay)
+                delay = min(2 * delay, _LAST_DELAY)
+            return json.loads(self._store.get(key))
+        except RuntimeError as error:  # torch's own, when the process that keeps the store is gone
+            msg = f"torch.distributed's store, most often kept by rank 0's process, does not answer: {error}"
+            raise RankError(msg, 0) from error
 
 
 def open_ranks(peer_timeout: float) -> Ranks:

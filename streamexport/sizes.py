@@ -4,6 +4,9 @@ import re
 
 from streamexport.errors import InvalidArgumentError
 
+DEFAULT_MAX_SHARD_SIZE = "5GB"
+"""``huggingface_hub``'s default; transformers 5 has 50GB, which most file systems and hubs dislike."""
+
 _FACTORS = {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)} | {
     f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)
 }

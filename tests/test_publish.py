@@ -290,6 +290,17 @@ def test_a_process_killed_at_any_step_leaves_old_new_or_nothing(old, new, tmp_pa
     assert seen == {"old", "nothing", "new"}
 
 
+def test_directories_made_for_an_export_that_fails_go_again(old, tmp_path):
+    """All that were missing, and none that was there; also when not even the staging directory can be made."""
+    (tmp_path / "there").mkdir()
+    for owner, name in [(os, "pwrite"), (publish.tempfile, "mkdtemp")]:
+        with pytest.MonkeyPatch.context() as patch:
+            _fail_nth(patch, owner, name, 1, errno.ENOSPC)
+            with pytest.raises(OSError, match="No space"):
+                export_sharded(old, tmp_path / "there/a/b")
+        assert files(tmp_path) == {"there"}
+
+
 def test_an_interrupt_is_a_clean_end(old, new, tmp_path):
     """KeyboardInterrupt while weights are written: the earlier export is there, and nothing else."""
 

@@ -96,6 +96,45 @@ def test_a_rank_that_never_calls_is_an_error_that_names_the_rule():
     assert on_ranks(2, lambda these: these.agree(lambda: "same"), store) == [None, None]
 
 
+def test_a_rank_0_that_never_calls_is_an_error_too(monkeypatch):
+    """The others wait for its verdict, and not for ever."""
+    monkeypatch.setattr(ranks, "_GRACE", 0.0)
+    with pytest.raises(RankError, match=r"rank 0 did not call within 0\.05 s"):
+        StoreRanks(dist.HashStore(), 1, 2, 0.05).agree(lambda: "same")
+
+
+def test_an_interrupt_while_planning_is_heard_by_all():
+    """Ctrl-C on one rank does not leave the others waiting."""
+
+    def plan(these):
+        if these.rank == 0:
+            raise KeyboardInterrupt
+        return "same"
+
+    def work(these):
+        try:
+            these.agree(lambda: plan(these))
+        except (KeyboardInterrupt, RankError) as caught:
+            return caught
+
+    results = on_ranks(2, work)
+    assert isinstance(results[0], KeyboardInterrupt)
+    assert "rank 0 failed: KeyboardInterrupt" in str(results[1])
+
+
+def test_a_store_that_is_gone_is_an_error():
+    """Most often the process of rank 0, which keeps it, has died."""
+    these = StoreRanks(dist.HashStore(), 1, 2, 30.0)
+
+    def broken(keys):
+        msg = "connection reset"
+        raise dist.DistNetworkError(msg)
+
+    these._store = type("Broken", (), {"check": staticmethod(broken), "set": lambda *args: None})()
+    with pytest.raises(RankError, match=r"does not answer.*connection reset"):
+        these.lead(lambda: "")
+
+
 def test_waiting_holds_no_collective_and_outlasts_any_group_timeout(monkeypatch):
     """D13: a write may take longer than the watchdog of collectives allows; the wait only polls the store."""
     pauses = []

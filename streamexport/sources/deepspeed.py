@@ -40,12 +40,10 @@ def check_engine(engine: Any) -> None:
         _refuse(
             "a ZenFlow engine", "its live weights lag behind, and DeepSpeed 0.19.8 transposes 2-D weights in memory"
         )
-    model_parallel = getattr(engine, "mp_world_size", 1)
-    if model_parallel > 1 or engine.autotp_size() > 1:
-        _refuse(
-            f"a tensor-parallel engine (degree {max(model_parallel, engine.autotp_size())})",
-            "each rank holds a slice of some weights",
-        )
+    autotp_size = getattr(engine, "autotp_size", lambda: 0)  # DeepSpeed before 0.16 has none
+    degree = max(getattr(engine, "mp_world_size", 1), autotp_size())
+    if degree > 1:
+        _refuse(f"a tensor-parallel engine (degree {degree})", "each rank holds a slice of some weights")
 
 
 def check_module(module: torch.nn.Module) -> None:

@@ -1,7 +1,7 @@
 """A live ``nn.Module``, inside any nesting of wrappers, or the module of a DeepSpeed engine."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ def module_source(module: torch.nn.Module) -> TensorSource:
         kept = first.setdefault(id(value), name)
         if kept != name:
             aliases[name] = kept
-    catalog = Catalog(specs, aliases, _declared_ties(model), problems)
-    return TensorSource(tensors, catalog, companion_origin=model if is_transformers_model(model) else None)
+    known = is_transformers_model(model)
+    warnings = _conversion_warnings(model) if known else ()
+    catalog = Catalog(specs, aliases, _declared_ties(model), problems, warnings)
+    return TensorSource(tensors, catalog, companion_origin=model if known else None)
 
 
 def is_transformers_model(module: object) -> bool:
@@ -83,6 +85,22 @@ def _declared_ties(model: torch.nn.Module) -> Mapping[str, str] | None:
     # transformers 5 keeps {target: source} with full names, empty when the config says untied.
     declared = getattr(model, "all_tied_weights_keys", None)
     return dict(declared) if isinstance(declared, Mapping) else None
+
+
+def _conversion_warnings(model: Any) -> Sequence[str]:
+    """Say it where transformers keeps a model under other names than its checkpoints have (fused experts, say)."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        mapping = sys.modules.get("transformers.conversion_mapping")
+        find = getattr(mapping, "get_model_conversion_mapping", lambda *_, **__: ())
+        conversions = find(model, add_legacy=False)
+    if not conversions:
+        return ()
+    warning = (
+        f"transformers keeps {type(model).__name__} in memory under other names or shapes than in checkpoints, "
+        "and save_pretrained would undo that: these files have the names and shapes in memory"
+    )
+    return (warning,)
 
 
 def _check_transformers(model: torch.nn.Module) -> None:
