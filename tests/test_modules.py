@@ -199,6 +199,33 @@ def test_a_transformers_model_is_written_as_save_pretrained_writes_it(llama, tie
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
 
 
+def test_a_loaded_model_is_written_as_save_pretrained_writes_it(llama, tmp_path):
+    """transformers sorts the names of a model that came from from_pretrained, which moves tensors between shards."""
+    from transformers import AutoModelForCausalLM
+
+    llama().save_pretrained(tmp_path / "origin")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "origin")
+    export_sharded(model, tmp_path / "ours", "50KB")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
+    names = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
+
+
+def test_chains_of_ties_are_written_once(tmp_path):
+    """D23: T5's shared embedding has four names, and save_pretrained keeps the declared source."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(T5Config(vocab_size=31, d_model=8, d_kv=4, d_ff=9, num_layers=1, num_heads=2))
+    report = export_sharded(model, tmp_path / "ours")
+    assert set(report.tied) == {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
+    assert set(report.tied.values()) == {"shared.weight"}
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("ours", "theirs"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_the_live_model_and_its_configuration_are_not_changed(llama, tmp_path):
     """save_pretrained writes dtype and architectures into the live config."""
     model = llama()

@@ -1,7 +1,6 @@
 """A live ``nn.Module``, inside any nesting of wrappers, or the module of a DeepSpeed engine."""
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,13 @@ from streamexport.catalog import Catalog, TensorSpec
 from streamexport.errors import UnsupportedSourceError
 from streamexport.sources.deepspeed import check_engine, check_module, is_engine
 from streamexport.sources.tensors import TensorSource, find_problem, spec_of
+from streamexport.sources.transformers import (
+    check_parts,
+    conversion_warnings,
+    declared_ties,
+    is_transformers_model,
+    save_order,
+)
 
 # Wrapper classes by qualified name (so that none has to be imported), and the attribute that holds what they wrap.
 _WRAPPERS = {
@@ -40,7 +46,7 @@ def module_source(module: torch.nn.Module) -> TensorSource:
             check_engine(model)
         model = getattr(model, attribute)
     check_module(model)
-    _check_transformers(model)
+    check_parts(model)
 
     clean = dict(_clean_paths(model, "", ""))
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -69,54 +75,11 @@ def module_source(module: torch.nn.Module) -> TensorSource:
         kept = first.setdefault(id(value), name)
         if kept != name:
             aliases[name] = kept
-    known = is_transformers_model(model)
-    warnings = _conversion_warnings(model) if known else ()
-    catalog = Catalog(specs, aliases, _declared_ties(model), problems, warnings)
-    return TensorSource(tensors, catalog, companion_origin=model if known else None)
-
-
-def is_transformers_model(module: object) -> bool:
-    """Return whether it is a transformers model, without importing transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
-
-
-def _declared_ties(model: torch.nn.Module) -> Mapping[str, str] | None:
-    # transformers 5 keeps {target: source} with full names, empty when the config says untied.
-    declared = getattr(model, "all_tied_weights_keys", None)
-    return dict(declared) if isinstance(declared, Mapping) else None
-
-
-def _conversion_warnings(model: Any) -> Sequence[str]:
-    """Say it where transformers keeps a model under other names than its checkpoints have (fused experts, say)."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        mapping = sys.modules.get("transformers.conversion_mapping")
-        find = getattr(mapping, "get_model_conversion_mapping", lambda *_, **__: ())
-        conversions = find(model, add_legacy=False)
-    if not conversions:
-        return ()
-    warning = (
-        f"transformers keeps {type(model).__name__} in memory under other names or shapes than in checkpoints, "
-        "and save_pretrained would undo that: these files have the names and shapes in memory"
-    )
-    return (warning,)
-
-
-def _check_transformers(model: torch.nn.Module) -> None:
-    for name, part in model.named_modules():
-        if quantizer := getattr(part, "hf_quantizer", None):
-            msg = (
-                f"{type(part).__name__} is quantised by {type(quantizer).__name__}, which keeps weights in a form "
-                "of its own: call dequantize() on it first, or save it with its own save_pretrained"
-            )
-            raise UnsupportedSourceError(msg)
-        if type(part).__module__.startswith("peft.tuners."):
-            msg = (
-                f"layer {name!r} is a PEFT adapter layer ({type(part).__name__}), and its names are the adapter's: "
-                "call merge_and_unload() first, or save the adapter with its own save_pretrained"
-            )
-            raise UnsupportedSourceError(msg)
+    if not is_transformers_model(model):
+        return TensorSource(tensors, Catalog(specs, aliases, declared_ties(model), problems))
+    specs = {name: specs[name] for name in save_order(model, list(specs))}
+    catalog = Catalog(specs, aliases, declared_ties(model), problems, conversion_warnings(model))
+    return TensorSource(tensors, catalog, companion_origin=model)
 
 
 def _wrapped_attribute(module: torch.nn.Module) -> str | None:
