@@ -140,7 +140,7 @@ def test_the_meter_sees_anonymous_memory_and_not_mapped_files(tmp_path):
         assert sum(mapped[::4096]) == 0
         meter.read()
         assert meter.peak < 4 * MIB
-        held = bytearray(32 * MIB)
-        held[::4096] = b"x" * (len(held) // 4096)
-        meter.read()
+        with mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+            held[::4096] = b"x" * (len(held) // 4096)
+            meter.read()
     assert abs(meter.peak - 32 * MIB) < 4 * MIB
