@@ -1,8 +1,10 @@
 """The calls: plan an export, carry it out."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Literal
@@ -123,8 +125,8 @@ def plan_export(
         exclude=exclude,
         max_host_memory=max_host_memory,
     )
-    opened.close()
-    return plan
+    with closing(opened):
+        return dataclasses.replace(plan, warnings=[*opened.notices(), *plan.warnings])
 
 
 def _check_arguments(out_dir: str | os.PathLike[str], direct_io: object, progress: object) -> Path:
@@ -180,7 +182,8 @@ def _write(
             meter.read()
             bar.add(shard.filename, nbytes)
 
-        with closing(bar):
+        with closing(bar), ThreadPoolExecutor(1, thread_name_prefix="streamexport") as beside:
+            notices = beside.submit(source.notices)
             synced = sweep(
                 plan.shards,
                 source,
@@ -198,7 +201,7 @@ def _write(
             files.append(FileReport(plan.index_filename, len(index), 0, "buffered"))
         durable = staging.publish([file.filename for file in files], plan.variant, fsync=fsync)
         meter.read()
-    warnings = [*plan.warnings, *staging.warnings]
+    warnings = [*notices.result(), *plan.warnings, *staging.warnings]
     if fsync and not (synced and durable):
         warnings.append("the file system has no fsync: the files are complete, but may not survive a loss of power")
     return ExportReport(

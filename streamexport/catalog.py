@@ -59,14 +59,12 @@ class Catalog:
         declared_ties: for each name that the model declares tied, the name that it takes its value from;
             None where the source declares nothing and identity alone decides.
         problems: for each name that cannot be exported, why.
-        warnings: what the user should know of the source.
     """
 
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     declared_ties: Mapping[str, str] | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +104,9 @@ class Source(Protocol):
     @property
     def companion_origin(self) -> object | None:
         """What the files beside the weights are made from: a transformers model, a directory's path, or nothing."""
+
+    def notices(self) -> Sequence[str]:
+        """Return what the user should know of the source; it may take a moment, so it is asked beside the writing."""
 
     def read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
         """Fill ``destination`` with elements of a tensor; several threads do so at once.

@@ -63,4 +63,4 @@ def arrange(
             spec = catalog.specs[name]
             segment = Segment(catalog.aliases.get(name, name), 0, spec.numel)
             outputs.append(Output(cast(spec, dtype), (segment,)))
-    return Layout(outputs, tied, [*catalog.warnings, *warnings, *tie_warnings])
+    return Layout(outputs, tied, [*warnings, *tie_warnings])

@@ -11,7 +11,7 @@ from streamexport.sources.deepspeed import check_engine, check_module, is_engine
 from streamexport.sources.tensors import TensorSource, find_problem, spec_of
 from streamexport.sources.transformers import (
     check_parts,
-    conversion_warnings,
+    conversion_notices,
     declared_ties,
     is_transformers_model,
     save_order,
@@ -78,8 +78,8 @@ def module_source(module: torch.nn.Module) -> TensorSource:
     if not is_transformers_model(model):
         return TensorSource(tensors, Catalog(specs, aliases, declared_ties(model), problems))
     specs = {name: specs[name] for name in save_order(model, list(specs))}
-    catalog = Catalog(specs, aliases, declared_ties(model), problems, conversion_warnings(model))
-    return TensorSource(tensors, catalog, companion_origin=model)
+    catalog = Catalog(specs, aliases, declared_ties(model), problems)
+    return TensorSource(tensors, catalog, companion_origin=model, notices=lambda: conversion_notices(model))
 
 
 def _wrapped_attribute(module: torch.nn.Module) -> str | None:

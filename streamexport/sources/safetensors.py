@@ -60,6 +60,10 @@ class SafetensorsSource:
         with self._lock:
             self._read(name, start, destination, copy)
 
+    def notices(self) -> Sequence[str]:
+        """Nothing is to be said of files."""
+        return ()
+
     def close(self) -> None:
         """Close all files."""
         while self._open:

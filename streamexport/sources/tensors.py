@@ -1,6 +1,6 @@
 """Whole tensors in this process's memory or on its devices, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,9 +22,11 @@ class TensorSource:
         tensors: Mapping[str, torch.Tensor],
         catalog: Catalog,
         companion_origin: object | None = None,
+        notices: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.catalog = catalog
         self.companion_origin = companion_origin
+        self.notices = notices
         self._tensors = {name: tensors[name].detach() for name in catalog.specs}
         self.devices = frozenset(tensor.device for tensor in self._tensors.values())
 

@@ -26,11 +26,12 @@ def declared_ties(model: torch.nn.Module) -> Mapping[str, str] | None:
     return dict(declared) if isinstance(declared, Mapping) else None
 
 
-def conversion_warnings(model: Any) -> Sequence[str]:
+def conversion_notices(model: Any) -> Sequence[str]:
     """Say it where transformers keeps a model under other names than its checkpoints have (fused experts, say)."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         mapping = sys.modules.get("transformers.conversion_mapping")
+        # The first call in a process compiles some 900 patterns, which takes a tenth of a second.
         find = getattr(mapping, "get_model_conversion_mapping", lambda *_, **__: ())
         conversions = find(model, add_legacy=False)
     if not conversions:
