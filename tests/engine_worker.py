@@ -160,7 +160,7 @@ def run(name, scenario, out):
     before, kept = state(engine), identity(engine)
     storages = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
     facts["storages"], facts["parameters"] = len(storages), len(list(engine.module.parameters()))
-    report = export_sharded(engine, directory / "ours", LIMIT, max_host_memory="128KiB")
+    report = export_sharded(engine, directory / "ours", LIMIT, max_host_memory="256KiB")
     facts["report"] = report.to_json()
     facts["unchanged"] = equal(before, state(engine)) and kept == identity(engine)
     facts["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("streamexport")]

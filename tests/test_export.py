@@ -87,7 +87,7 @@ def test_tensors_that_are_not_contiguous_are_written_in_row_major_order(limit, t
         "scalar of a view": base[3, 4, 5],
         "wide": torch.randn(3, 70_000).t(),
     }
-    export_sharded(views, tmp_path / "out", limit, max_host_memory="128KiB")
+    export_sharded(views, tmp_path / "out", limit, max_host_memory="256KiB")
     resolved = {name: view.resolve_conj().resolve_neg().contiguous() for name, view in views.items()}
     assert_same(load(tmp_path / "out"), resolved)
 
@@ -118,7 +118,7 @@ def test_a_cast_changes_floating_tensors_alone(given, dtype, tensors, tmp_path):
     tensors["double"] = torch.randn(300, 200, dtype=torch.float64).t()
     tensors["fp8"] = torch.randn(64).to(torch.float8_e4m3fn)
     tensors["complex"] = torch.randn(8, dtype=torch.complex64)
-    export_sharded(tensors, tmp_path / "out", "200KB", dtype=given, max_host_memory="128KiB")
+    export_sharded(tensors, tmp_path / "out", "200KB", dtype=given, max_host_memory="256KiB")
     kept = {"layers.2.count", "mask", "ids", "fp8", "complex"}
     expected = {name: tensor if name in kept else tensor.to(dtype) for name, tensor in tensors.items()}
     assert_same(load(tmp_path / "out"), expected)
@@ -227,9 +227,9 @@ def test_unusable_arguments_are_refused_before_anything_is_made(options, tensors
 
 def test_too_small_a_budget_is_refused_with_the_smallest_that_works(tensors, tmp_path):
     """And the smallest works."""
-    with pytest.raises(InvalidArgumentError, match="smallest that works is 131072 bytes"):
-        export_sharded(tensors, tmp_path / "out", max_host_memory=131_071)
-    export_sharded(tensors, tmp_path / "out", max_host_memory=131_072)
+    with pytest.raises(InvalidArgumentError, match="smallest that works is 262144 bytes"):
+        export_sharded(tensors, tmp_path / "out", max_host_memory=262_143)
+    export_sharded(tensors, tmp_path / "out", max_host_memory=262_144)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -310,7 +310,7 @@ def test_the_report_is_for_people_and_machines_and_does_not_change(tensors, tmp_
 def test_progress_is_told_of_every_byte(tensors, tmp_path):
     """Events add up to the files' sizes, on the calling thread, with whole counts."""
     events = []
-    report = export_sharded(tensors, tmp_path / "out", "200KB", progress=events.append, max_host_memory="128KiB")
+    report = export_sharded(tensors, tmp_path / "out", "200KB", progress=events.append, max_host_memory="256KiB")
     total = sum(file.nbytes for file in report.files if file.tensors)
     assert [event.bytes_total for event in events] == [total] * len(events)
     done = [event.bytes_done for event in events]

@@ -30,7 +30,7 @@ def test_a_directory_is_written_again_in_other_shards(saved, plain, tmp_path):
     export_sharded(saved, tmp_path / "one")
     assert files(tmp_path / "one") == {"model.safetensors"}
     assert_same(load(tmp_path / "one"), plain)
-    export_sharded(tmp_path / "one/model.safetensors", tmp_path / "many", 4096, max_host_memory="128KiB")
+    export_sharded(tmp_path / "one/model.safetensors", tmp_path / "many", 4096, max_host_memory="256KiB")
     assert_same(load(tmp_path / "many"), plain)
 
 
@@ -167,5 +167,5 @@ def test_a_source_that_is_cut_while_it_is_read_is_an_error(saved, tmp_path):
         os.truncate(saved / "model-00004-of-00004.safetensors", 1000)
 
     with pytest.raises(FormatError, match=r"model-00004.*cut while"):
-        export_sharded(saved, tmp_path / "out", 4096, progress=cut, max_host_memory="128KiB")
+        export_sharded(saved, tmp_path / "out", 4096, progress=cut, max_host_memory="256KiB")
     assert not (tmp_path / "out").exists()

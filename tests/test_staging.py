@@ -11,7 +11,7 @@ from streamexport.staging import BUFFERS, AcceleratorLane, HostLane, Ring, buffe
 MIB = 1024 * 1024
 
 
-@pytest.mark.parametrize("budget", [None, 131_072, 700_000, "1MB", "64MiB", "100MB", "1GiB", 3 * MIB + 1])
+@pytest.mark.parametrize("budget", [None, 262_144, 700_000, "1MB", "64MiB", "100MB", "1GiB", 3 * MIB + 1])
 def test_buffers_are_powers_of_two_within_the_budget(budget):
     """D06: torch's pinned allocator rounds up to a power of two, and must not be led over the budget by it."""
     size = buffer_bytes(budget)
@@ -21,20 +21,20 @@ def test_buffers_are_powers_of_two_within_the_budget(budget):
 
 
 def test_the_default_ring_is_64_mib():
-    """Two buffers of 32 MiB."""
+    """Four buffers of 16 MiB."""
     assert buffer_bytes(None) * BUFFERS == 64 * MIB
 
 
 def test_a_budget_below_the_smallest_ring_is_refused():
     """With the smallest that works in the message."""
-    with pytest.raises(InvalidArgumentError, match="131072"):
-        buffer_bytes("131KB")
+    with pytest.raises(InvalidArgumentError, match="262144"):
+        buffer_bytes("262KB")
 
 
 def test_a_rings_buffers_are_page_aligned_and_all_it_holds():
     """Direct writes need aligned memory."""
     ring = Ring(HostLane, 64 * 1024)
-    assert ring.nbytes == 2 * 64 * 1024
+    assert ring.nbytes == BUFFERS * 64 * 1024
     assert ring.pinned_bytes == 0
     assert all(slot.tensor.data_ptr() % 4096 == 0 for slot in ring.slots)
     ring.slots[1].tensor[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
@@ -66,11 +66,11 @@ def test_what_is_written_is_what_has_arrived(direct, tensors, tmp_path, monkeypa
     """Copies are in flight until they are waited for; each buffer has a lane and a thread of its own."""
     lanes = []
     monkeypatch.setattr(api, "open_lane", lambda devices: lanes.append(LateLane()) or lanes[-1])
-    report = export_sharded(tensors, tmp_path / "out", "200KB", max_host_memory="128KiB", direct_io=direct)
+    report = export_sharded(tensors, tmp_path / "out", "200KB", max_host_memory="256KiB", direct_io=direct)
     assert_same(load(tmp_path / "out"), {name: tensor.contiguous() for name, tensor in tensors.items()})
     assert len(lanes) == BUFFERS
     assert all(name.startswith("streamexport") for lane in lanes for name in lane.threads)
-    assert report.pinned_bytes == 128 * 1024
+    assert report.pinned_bytes == 256 * 1024
     assert not any(lane.started for lane in lanes)
 
 
