@@ -149,7 +149,7 @@ EXPORTERS: dict[str, Callable[[torch.nn.Module, Path, int], None]] = {
 
 def child(name: str, descriptor: int, size: int, out: Path, limit: int) -> None:
     """Export once, in this process, and print what it took."""
-    import transformers
+    import transformers.conversion_mapping
 
     transformers.logging.set_verbosity_error()
     model = laid_model(FlatBuffer(size, descriptor).flat)
@@ -159,6 +159,9 @@ def child(name: str, descriptor: int, size: int, out: Path, limit: int) -> None:
     import torch.distributed.checkpoint
 
     import streamexport.api  # noqa: F401
+
+    # A model that was loaded has made transformers compile its conversions; this one was not loaded.
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")
 
     # Touch the weights: mapping their pages is this process's cost, and not the exporter's.
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
