@@ -1,10 +1,8 @@
 """The calls: plan an export, carry it out."""
 
-import dataclasses
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Literal
@@ -15,7 +13,7 @@ from streamexport.catalog import Source
 from streamexport.companions import write_companions
 from streamexport.errors import InvalidArgumentError
 from streamexport.files import DirectIO, check_direct_io, choose_direct
-from streamexport.layout import arrange
+from streamexport.layout import Choices, Rename, Tied, arrange
 from streamexport.memory import MemoryMeter
 from streamexport.plan import ExportPlan, Shard, check_variant, make_plan
 from streamexport.publish import Staging, check_out_dir, staged
@@ -33,9 +31,14 @@ def export_sharded(
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     *,
     dtype: torch.dtype | str | None = None,
+    keep_in_fp32: str | Sequence[str] | None = None,
     variant: str | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    trainable_only: bool = False,
+    tied: Tied = "drop",
+    rename: Rename = None,
+    submodule: str | None = None,
     max_host_memory: int | str | None = None,
     direct_io: DirectIO = "auto",
     fsync: bool = True,
@@ -55,10 +58,16 @@ def export_sharded(
             until the new one is complete, then goes.
         max_shard_size: bytes of tensors in one file, as an int or as ``"5GB"`` (decimal) or ``"5GiB"`` (binary).
             A larger tensor has a file of its own.
-        dtype: ``None`` keeps what is stored; a torch dtype or its name casts floating tensors, piece by piece.
+        dtype: ``None`` keeps what is stored; a torch dtype or its name casts floating tensors, piece by piece, but
+            for those that a transformers model declares to be kept in float32.
+        keep_in_fp32: glob patterns of more names to write as float32 where ``dtype`` is a 16-bit one.
         variant: as in ``model.fp16.safetensors``.
-        include: glob patterns of the tensor names to write; ``None`` is all.
+        include: glob patterns of the tensor names to write, as they are called in the files; ``None`` is all.
         exclude: glob patterns of the tensor names to leave out.
+        trainable_only: leave out what needs no gradient.
+        tied: ``"drop"`` writes a tied weight once, as ``save_pretrained`` does; ``"duplicate"`` under all its names.
+        rename: other names: a mapping of old ones to new ones, or a function. Patterns are matched before.
+        submodule: the path of a part of a module, to export as if it were the whole: ``"policy"``.
         max_host_memory: the ring's budget in bytes, or as a string; ``None`` is 64 MiB.
         direct_io: ``"auto"`` writes past the page cache where the file system can; True and False force it.
         fsync: return only when all is durable.
@@ -80,11 +89,10 @@ def export_sharded(
         directory = _check_arguments(out_dir, direct_io, progress)
         opened, plan = _open_and_plan(
             source,
+            Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename),
+            submodule=submodule,
             max_shard_size=max_shard_size,
-            dtype=dtype,
             variant=variant,
-            include=include,
-            exclude=exclude,
             max_host_memory=max_host_memory,
         )
         plans.append((opened, plan, directory))
@@ -107,9 +115,14 @@ def plan_export(
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     *,
     dtype: torch.dtype | str | None = None,
+    keep_in_fp32: str | Sequence[str] | None = None,
     variant: str | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    trainable_only: bool = False,
+    tied: Tied = "drop",
+    rename: Rename = None,
+    submodule: str | None = None,
     max_host_memory: int | str | None = None,
 ) -> ExportPlan:
     """Return what ``export_sharded`` would write, without writing anything or talking to other ranks.
@@ -118,15 +131,14 @@ def plan_export(
     """
     opened, plan = _open_and_plan(
         source,
+        Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename),
+        submodule=submodule,
         max_shard_size=max_shard_size,
-        dtype=dtype,
         variant=variant,
-        include=include,
-        exclude=exclude,
         max_host_memory=max_host_memory,
     )
-    with closing(opened):
-        return dataclasses.replace(plan, warnings=[*opened.notices(), *plan.warnings])
+    opened.close()
+    return plan
 
 
 def _check_arguments(out_dir: str | os.PathLike[str], direct_io: object, progress: object) -> Path:
@@ -142,19 +154,18 @@ def _check_arguments(out_dir: str | os.PathLike[str], direct_io: object, progres
 
 def _open_and_plan(
     source: object,
+    choices: Choices,
     *,
+    submodule: str | None,
     max_shard_size: int | str,
-    dtype: torch.dtype | str | None,
     variant: str | None,
-    include: str | Sequence[str] | None,
-    exclude: str | Sequence[str] | None,
     max_host_memory: int | str | None,
 ) -> tuple[Source, ExportPlan]:
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     host_memory = BUFFERS * buffer_bytes(max_host_memory)
     check_variant(variant)
-    opened = open_source(source)
-    layout = arrange(opened.catalog, dtype=dtype, include=include, exclude=exclude)
+    opened = open_source(source, submodule)
+    layout = arrange(opened.catalog, choices)
     return opened, make_plan(layout, max_shard_size=shard_bytes, variant=variant, host_memory=host_memory)
 
 
@@ -182,8 +193,7 @@ def _write(
             meter.read()
             bar.add(shard.filename, nbytes)
 
-        with closing(bar), ThreadPoolExecutor(1, thread_name_prefix="streamexport") as beside:
-            notices = beside.submit(source.notices)
+        with closing(bar):
             synced = sweep(
                 plan.shards,
                 source,
@@ -201,7 +211,7 @@ def _write(
             files.append(FileReport(plan.index_filename, len(index), 0, "buffered"))
         durable = staging.publish([file.filename for file in files], plan.variant, fsync=fsync)
         meter.read()
-    warnings = [*notices.result(), *plan.warnings, *staging.warnings]
+    warnings = [*plan.warnings, *staging.warnings]
     if fsync and not (synced and durable):
         warnings.append("the file system has no fsync: the files are complete, but may not survive a loss of power")
     return ExportReport(

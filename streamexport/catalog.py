@@ -5,7 +5,7 @@ a piece of one of them into host memory. Everything between the two works on the
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,12 +26,16 @@ class TensorSpec:
         dtype: the safetensors name of its dtype (``"BF16"``).
         shape: torch's shape.
         parameter: whether it counts as a parameter (a buffer does not).
+        trainable: whether it is trained, as far as the source knows.
+        fp32_instead_of: the dtypes that its model asks to be float32 instead.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     parameter: bool = True
+    trainable: bool = True
+    fp32_instead_of: frozenset[str] = frozenset()
 
     @property
     def numel(self) -> int:
@@ -50,6 +54,110 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A strided view of one source tensor's elements, as they are counted in row-major order.
+
+    Attributes:
+        tensor: the source tensor's name.
+        start: the view's first element.
+        shape: the view's shape.
+        strides: elements of the source tensor from one entry of each dimension to the next.
+    """
+
+    tensor: str
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: str, numel: int) -> "Segment":
+        """All elements of a tensor, in their order."""
+        return cls(tensor, 0, (numel,), (1,))
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Contents side by side, as columns of a table: in each of ``rows`` rows an equal run of each, in their order."""
+
+    rows: int
+    parts: tuple["Content", ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return sum(node.numel for part in self.parts for node in part)
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Zeros, which transformers pads some tensors with.
+
+    Attributes:
+        numel: how many.
+    """
+
+    numel: int
+
+
+Content = tuple[Segment | Zeros | Join, ...]
+"""What a tensor's elements in row-major order are: one after the other, what each of these holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor to write: its metadata, and where its elements come from."""
+
+    spec: TensorSpec
+    content: Content
+
+
+def segments_of(content: Content) -> Iterator[Segment]:
+    """Yield all segments of a content."""
+    for node in content:
+        if isinstance(node, Segment):
+            yield node
+        elif isinstance(node, Join):
+            for part in node.parts:
+                yield from segments_of(part)
+
+
+def runs_of(content: Content, start: int, numel: int) -> Iterator[tuple[Segment | Zeros, int, int]]:
+    """Yield what ``numel`` elements from ``start`` on are made of: a segment or zeros, its first one, how many."""
+    for node in content:
+        skipped = min(start, node.numel)
+        count = min(node.numel - skipped, numel)
+        if count and isinstance(node, Join):
+            yield from _runs_of_join(node, skipped, count)
+        elif count and not isinstance(node, Join):
+            yield node, skipped, count
+        start -= skipped
+        numel -= count
+
+
+def _runs_of_join(join: Join, start: int, numel: int) -> Iterator[tuple[Segment | Zeros, int, int]]:
+    widths = [sum(node.numel for node in part) // join.rows for part in join.parts]
+    row, start = divmod(start, sum(widths))
+    while numel:
+        for part, width in zip(join.parts, widths, strict=True):
+            skipped = min(start, width)
+            count = min(width - skipped, numel)
+            yield from runs_of(part, row * width + skipped, count)
+            start -= skipped
+            numel -= count
+        row += 1
+
+
+def as_they_are(specs: Sequence[TensorSpec]) -> Sequence[Output]:
+    """Return outputs that are whole source tensors under their own names."""
+    return [Output(spec, (Segment.whole(spec.name, spec.numel),)) for spec in specs]
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """All tensors of a source, in its own order.
 
@@ -59,35 +167,15 @@ class Catalog:
         declared_ties: for each name that the model declares tied, the name that it takes its value from;
             None where the source declares nothing and identity alone decides.
         problems: for each name that cannot be exported, why.
+        saved_as: tells how the tensors of some specs are saved: under which names and in which form. As they are,
+            where nothing else is known.
     """
 
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     declared_ties: Mapping[str, str] | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of elements of one source tensor, in row-major order.
-
-    Attributes:
-        tensor: the source tensor's name.
-        start: its first element.
-        numel: how many.
-    """
-
-    tensor: str
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One tensor to write: its metadata, and the segments that its elements are, one after the other."""
-
-    spec: TensorSpec
-    segments: tuple[Segment, ...]
+    saved_as: Callable[[Sequence[TensorSpec]], Sequence[Output]] = as_they_are
 
 
 class Source(Protocol):
@@ -105,14 +193,11 @@ class Source(Protocol):
     def companion_origin(self) -> object | None:
         """What the files beside the weights are made from: a transformers model, a directory's path, or nothing."""
 
-    def notices(self) -> Sequence[str]:
-        """Return what the user should know of the source; it may take a moment, so it is asked beside the writing."""
-
-    def read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
+    def read(self, segment: Segment, start: int, destination: torch.Tensor, copy: Copy) -> None:
         """Fill ``destination`` with elements of a tensor; several threads do so at once.
 
         Args:
-            name: the tensor.
+            segment: a view of one tensor.
             start: its first element to copy, in row-major order.
             destination: a 1-D host tensor, of the dtype to write.
             copy: does the copying of what is in memory already.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streamexport.catalog import Output
+from streamexport.catalog import Output, segments_of
 from streamexport.errors import InvalidArgumentError
 from streamexport.layout import Layout
 from streamexport.safetensors_format import TORCH_DTYPES, Header, encode_header
@@ -53,6 +53,7 @@ class ExportPlan:
         host_memory: bytes of host memory that the ring will hold on the writing rank.
         variant: as in ``model.fp16.safetensors``.
         tied: for each name that is not written, the name that holds its value.
+        untied: names that the model declares tied and that have come apart: ``config.json`` then says untied.
         warnings: what the user should know.
     """
 
@@ -64,6 +65,7 @@ class ExportPlan:
     host_memory: int
     variant: str | None
     tied: Mapping[str, str]
+    untied: Sequence[str]
     warnings: Sequence[str]
 
     @property
@@ -195,7 +197,9 @@ def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_
         header = encode_header((spec.name, spec.dtype, spec.shape) for spec in specs)
         shards.append(Shard(filename, header, {name: outputs[name] for name in header.extents}))
     # A set: a tensor that is written under two names has its parameters counted once, as num_parameters() does.
-    parameters = {segment for output in layout.outputs if output.spec.parameter for segment in output.segments}
+    parameters = {
+        segment for output in layout.outputs if output.spec.parameter for segment in segments_of(output.content)
+    }
     dtypes = [output.spec.dtype for output in layout.outputs if output.spec.parameter and output.spec.floating]
     return ExportPlan(
         shards=shards,
@@ -206,5 +210,6 @@ def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_
         host_memory=host_memory,
         variant=variant,
         tied=layout.tied,
+        untied=layout.untied,
         warnings=layout.warnings,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from streamexport.catalog import Copy, Output, Source
+from streamexport.catalog import Source, Zeros, runs_of
 from streamexport.files import OutputFile
 from streamexport.plan import Shard
 from streamexport.safetensors_format import TORCH_DTYPES, Extent, itemsize
@@ -159,16 +159,9 @@ def _fill(slot: Slot, part: Part, source: Source) -> None:
         # Tensors lie at multiples of their item's size, and parts at multiples of a page: no element is cut.
         piece = slot.tensor[start - part.start : stop - part.start].view(TORCH_DTYPES[extent.dtype])
         first = (start - extent.start) // itemsize(extent.dtype)
-        _fill_piece(piece, part.shard.outputs[name], first, source, slot.lane.copy)
-
-
-def _fill_piece(piece: torch.Tensor, output: Output, first: int, source: Source, copy: Copy) -> None:
-    """Bring elements of an output tensor, from ``first`` on, out of the segments that it is made of."""
-    done = 0
-    for segment in output.segments:
-        skipped = min(first, segment.numel)
-        count = min(segment.numel - skipped, piece.numel() - done)
-        if count:
-            source.read(segment.tensor, segment.start + skipped, piece[done : done + count], copy)
-        first -= skipped
-        done += count
+        for segment, begin, count in runs_of(part.shard.outputs[name].content, first, piece.numel()):
+            if isinstance(segment, Zeros):
+                piece[:count].zero_()
+            else:
+                source.read(segment, begin, piece[:count], slot.lane.copy)
+            piece = piece[count:]

@@ -285,24 +285,6 @@ def test_a_declared_tie_that_came_apart_is_written_twice_with_a_warning(llama, t
     assert "lm_head.weight" in report.warnings[0]
 
 
-def test_a_model_whose_checkpoints_have_other_names_gets_a_warning(llama, tmp_path):
-    """transformers 5 fuses Mixtral's experts in memory; what is written has other names than save_pretrained's."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
-    report = export_sharded(MixtralForCausalLM(config), tmp_path / "mixtral")
-    assert "MixtralForCausalLM" in report.warnings[0]
-    assert export_sharded(llama(), tmp_path / "llama").warnings == ()
-
-
 def test_quantised_and_adapted_transformers_models_are_refused(llama, tmp_path):
     """By the name of what made them so, with what to do instead."""
     quantised = llama()

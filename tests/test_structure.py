@@ -22,6 +22,7 @@ ROOMS = [
     "report",
     "safetensors_format",
     "catalog",
+    "tracing",
     "sources",
     "layout",
     "plan",

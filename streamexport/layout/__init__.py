@@ -1,17 +1,31 @@
-"""From a source's catalog to the tensors to write: select, settle ties, cast. One rule a file."""
+"""From a source's catalog to the tensors to write: settle ties, select, cast, rename. One rule a file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from streamexport.catalog import Catalog, Output, Segment
+from streamexport.catalog import Catalog, Content, Join, Output, Segment, as_they_are, segments_of
 from streamexport.errors import InvalidArgumentError, UnsupportedSourceError
-from streamexport.layout.cast import cast
+from streamexport.layout.cast import Cast
+from streamexport.layout.rename import Rename, rename_outputs
 from streamexport.layout.select import select
-from streamexport.layout.ties import settle_ties
+from streamexport.layout.ties import TIED_CHOICES, Tied, settle_ties
 
-__all__ = ["Layout", "arrange"]
+__all__ = ["Choices", "Layout", "Rename", "Tied", "arrange"]
 
 _SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the caller wants of a source, as ``export_sharded`` takes it."""
+
+    dtype: object = None
+    keep_in_fp32: str | Sequence[str] | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    trainable_only: bool = False
+    tied: Tied = "drop"
+    rename: Rename = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,48 +33,106 @@ class Layout:
     """What to write.
 
     Attributes:
-        outputs: the tensors, in the source's order, which decides which shard each goes to.
+        outputs: the tensors, in the order in which shards are filled.
         tied: for each name that is not written, the name that holds its value.
+        untied: names that the model declares tied and that have come apart.
         warnings: what the user should know.
     """
 
     outputs: Sequence[Output]
     tied: Mapping[str, str]
+    untied: Sequence[str]
     warnings: Sequence[str]
 
 
-def arrange(
-    catalog: Catalog,
-    *,
-    dtype: object = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-) -> Layout:
+def arrange(catalog: Catalog, choices: Choices) -> Layout:
     """Lay out a catalog's tensors for writing.
 
-    Args:
-        catalog: what the source has.
-        dtype: what floating tensors become, as a torch dtype or its name; None keeps each as it is.
-        include: glob patterns of the names to write; None is all of them.
-        exclude: glob patterns of the names to leave out.
-
     Raises:
-        InvalidArgumentError: an unknown dtype, a pattern that matches nothing, or nothing left to write.
+        InvalidArgumentError: a choice that cannot be made of this catalog, or nothing left to write.
         UnsupportedSourceError: a selected tensor cannot be exported; all such are named.
     """
-    names, warnings = select([*catalog.specs, *catalog.problems], include, exclude)
-    if problems := [f"{name!r}: {catalog.problems[name]}" for name in names if name in catalog.problems]:
-        more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        msg = "cannot export " + "\n".join(problems[:_SHOWN]) + more
-        raise UnsupportedSourceError(msg)
+    if choices.tied not in TIED_CHOICES:
+        msg = f"tied={choices.tied!r}: expected one of {', '.join(map(repr, TIED_CHOICES))}"
+        raise InvalidArgumentError(msg)
+    cast = Cast(choices.dtype, choices.keep_in_fp32)
+    offered, ties, untied, warnings = _saved(catalog)
+    names, select_warnings = select(
+        [*offered, *catalog.problems],
+        choices.include,
+        choices.exclude,
+        fixed={name for name, output in offered.items() if not output.spec.trainable}
+        if choices.trainable_only
+        else set(),
+    )
+    _refuse_problems(names, catalog.problems)
     if not names:
         msg = "there is no tensor to write"
         raise InvalidArgumentError(msg)
-    tied, tie_warnings = settle_ties(names, catalog)
-    outputs = []
+    tied = _drop(names, ties) if choices.tied == "drop" else {}
+    outputs = {name: cast(offered[name]) for name in names if name not in tied}
+    renamed = rename_outputs(outputs, choices.rename)
+    return Layout(
+        list(renamed.values()),
+        {name: renamed[kept].spec.name for name, kept in tied.items()},
+        untied,
+        [*warnings, *select_warnings, *cast.warnings()],
+    )
+
+
+def _saved(catalog: Catalog) -> tuple[Mapping[str, Output], Mapping[str, str], Sequence[str], Sequence[str]]:
+    """Return all tensors as they are saved, the ties among them, what has come apart, and warnings.
+
+    Ties are a matter of the names in memory, selection one of those on disk. So what is kept is converted, as
+    ``save_pretrained`` does, and once more with what is dropped, to learn the dropped ones' names.
+    """
+    settled = settle_ties(list(catalog.specs), catalog)
+    specs = list(catalog.specs.values())
+    kept = catalog.saved_as([spec for spec in specs if spec.name not in settled.tied])
+    outputs = {output.spec.name: output for output in (catalog.saved_as(specs) if settled.tied else kept)}
+    outputs |= {output.spec.name: output for output in kept}
+    offered = {
+        name: replace(output, content=_own(output.content, catalog.aliases)) for name, output in outputs.items()
+    }
+    holders = {offered[output.spec.name].content: output.spec.name for output in reversed(kept)}
+    written = {output.spec.name for output in kept}
+    ties = {
+        name: holders[output.content]
+        for name, output in offered.items()
+        if name not in written and output.content in holders
+    }
+    if catalog.problems and list(outputs.values()) != as_they_are([output.spec for output in outputs.values()]):
+        _refuse_problems(list(catalog.problems), catalog.problems)
+    return offered, ties, settled.untied, settled.warnings
+
+
+def _own(content: Content, aliases: Mapping[str, str]) -> Content:
+    """Name each tensor in a content by its first name, so that equal contents are equal."""
+    if not any(segment.tensor in aliases for segment in segments_of(content)):
+        return content
+    return tuple(
+        Join(node.rows, tuple(_own(part, aliases) for part in node.parts))
+        if isinstance(node, Join)
+        else replace(node, tensor=aliases.get(node.tensor, node.tensor))
+        if isinstance(node, Segment)
+        else node
+        for node in content
+    )
+
+
+def _drop(names: Sequence[str], ties: Mapping[str, str]) -> dict[str, str]:
+    """Return which of the selected names need not be written, because another selected name holds their value."""
+    selected = set(names)
+    holders: dict[str, str] = {}
     for name in names:
-        if name not in tied:
-            spec = catalog.specs[name]
-            segment = Segment(catalog.aliases.get(name, name), 0, spec.numel)
-            outputs.append(Output(cast(spec, dtype), (segment,)))
-    return Layout(outputs, tied, [*warnings, *tie_warnings])
+        kept = ties.get(name, name)
+        holders.setdefault(kept, kept if kept in selected else name)
+    found = {name: holders[ties[name]] for name in names if name in ties}
+    return {name: holder for name, holder in found.items() if name != holder}
+
+
+def _refuse_problems(names: Sequence[str], problems: Mapping[str, str]) -> None:
+    if found := [f"{name!r}: {problems[name]}" for name in names if name in problems]:
+        more = f"\nand {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        msg = "cannot export " + "\n".join(found[:_SHOWN]) + more
+        raise UnsupportedSourceError(msg)

@@ -15,16 +15,25 @@ from streamexport.sources.tensors import mapping_source
 __all__ = ["open_source"]
 
 
-def open_source(source: object) -> Source:
+def open_source(source: object, submodule: str | None = None) -> Source:
     """Return the source for an engine or module, a mapping of names to tensors, or a safetensors path.
 
+    Args:
+        source: what the user gave.
+        submodule: the path of a part of a module, to take as the whole.
+
     Raises:
-        InvalidArgumentError: it is none of these.
+        InvalidArgumentError: it is none of these, or there is no such part.
         UnsupportedSourceError: an engine or module that cannot be exported right, by name.
         FormatError: a safetensors file is malformed.
     """
     if isinstance(source, torch.nn.Module):
-        return module_source(source)
+        return module_source(source, submodule)
+    if submodule is not None:
+        msg = (
+            f"submodule={submodule!r} is a part of a module, not of a {type(source).__name__}: use include and rename"
+        )
+        raise InvalidArgumentError(msg)
     if isinstance(source, Mapping):
         return mapping_source(source)
     if isinstance(source, str | os.PathLike):

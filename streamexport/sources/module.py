@@ -1,20 +1,22 @@
 """A live ``nn.Module``, inside any nesting of wrappers, or the module of a DeepSpeed engine."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from streamexport.catalog import Catalog, TensorSpec
-from streamexport.errors import UnsupportedSourceError
+from streamexport.errors import InvalidArgumentError, UnsupportedSourceError
 from streamexport.sources.deepspeed import check_engine, check_module, is_engine
 from streamexport.sources.tensors import TensorSource, find_problem, spec_of
 from streamexport.sources.transformers import (
     check_parts,
-    conversion_notices,
     declared_ties,
+    fp32_instead_of,
     is_transformers_model,
-    save_order,
+    saved_as,
 )
 
 # Wrapper classes by qualified name (so that none has to be imported), and the attribute that holds what they wrap.
@@ -31,21 +33,29 @@ _WRAPPERS = {
 _SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
-def module_source(module: torch.nn.Module) -> TensorSource:
-    """Return the source for a module, a wrapped module, or a ZeRO-0/1/2 engine.
+def module_source(module: torch.nn.Module, submodule: str | None = None) -> TensorSource:
+    """Return the source for a module, a wrapped module, or a ZeRO-0/1/2 engine; or for a part of it.
 
     Names and values are those of ``state_dict()``: parameters, persistent buffers and what state-dict hooks add or
     rename. One parameter under two names is known by its identity, never by its address.
 
+    Args:
+        module: the module.
+        submodule: the path of the part, without wrappers' segments.
+
     Raises:
         UnsupportedSourceError: an engine, module or wrapper that cannot be exported right.
+        InvalidArgumentError: there is no such part.
     """
-    model = module
-    while attribute := _wrapped_attribute(model):
-        if is_engine(model):
-            check_engine(model)
-        model = getattr(model, attribute)
+    model = _unwrap(module)
     check_module(model)
+    if submodule is not None:
+        path = next((path for path, clean in _clean_paths(model, "", "") if clean == submodule), None)
+        if path is None:
+            children = ", ".join(name for name, _ in model.named_children())
+            msg = f"submodule={submodule!r}: {type(model).__name__} has no such part; it has {children or 'none'}"
+            raise InvalidArgumentError(msg)
+        model = _unwrap(model.get_submodule(path))
     check_parts(model)
 
     clean = dict(_clean_paths(model, "", ""))
@@ -75,11 +85,23 @@ def module_source(module: torch.nn.Module) -> TensorSource:
         kept = first.setdefault(id(value), name)
         if kept != name:
             aliases[name] = kept
-    if not is_transformers_model(model):
-        return TensorSource(tensors, Catalog(specs, aliases, declared_ties(model), problems))
-    specs = {name: specs[name] for name in save_order(model, list(specs))}
     catalog = Catalog(specs, aliases, declared_ties(model), problems)
-    return TensorSource(tensors, catalog, companion_origin=model, notices=lambda: conversion_notices(model))
+    if not is_transformers_model(model):
+        return TensorSource(tensors, catalog)
+    specs = {
+        name: replace(spec, fp32_instead_of=fp32_instead_of(model, name)) if spec.floating else spec
+        for name, spec in specs.items()
+    }
+    catalog = replace(catalog, specs=specs, saved_as=partial(saved_as, model))
+    return TensorSource(tensors, catalog, companion_origin=model)
+
+
+def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    while attribute := _wrapped_attribute(module):
+        if is_engine(module):
+            check_engine(module)
+        module = getattr(module, attribute)
+    return module
 
 
 def _wrapped_attribute(module: torch.nn.Module) -> str | None:

@@ -1,8 +1,49 @@
 """Pieces of a tensor in row-major order, whatever its strides, without a copy of the whole."""
 
+from collections.abc import Iterator
+
 import torch
 
-from streamexport.catalog import Copy
+from streamexport.catalog import Copy, Segment
+
+
+def copy_segment(tensor: torch.Tensor, segment: Segment, start: int, destination: torch.Tensor, copy: Copy) -> None:
+    """Copy ``destination.numel()`` elements of a segment of ``tensor``, from the segment's element ``start`` on.
+
+    Args:
+        tensor: the segment's tensor, of any strides.
+        segment: which of its elements.
+        start: first of the segment's elements, in row-major order.
+        destination: contiguous, 1-D.
+        copy: see ``catalog.Copy``.
+    """
+    if segment.strides == (1,):
+        copy_piece(tensor, segment.start + start, destination, copy)
+    elif tensor.is_contiguous():
+        offset = tensor.storage_offset() + segment.start
+        copy_piece(tensor.as_strided(segment.shape, segment.strides, offset), start, destination, copy)
+    else:
+        done = 0
+        for first, numel in runs_of_segment(segment, start, destination.numel()):
+            copy_piece(tensor, first, destination[done : done + numel], copy)
+            done += numel
+
+
+def runs_of_segment(segment: Segment, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of neighbouring elements of its tensor that a piece of a segment is made of: first, how many."""
+    run = segment.shape[-1] if segment.strides[-1] == 1 else 1
+    outer = list(zip(segment.shape, segment.strides, strict=True))[: -1 if run > 1 else None]
+    row, start = divmod(start, run)
+    while numel:
+        first, rest = segment.start + start, row
+        for size, stride in reversed(outer):
+            rest, index = divmod(rest, size)
+            first += index * stride
+        count = min(run - start, numel)
+        yield first, count
+        numel -= count
+        start = 0
+        row += 1
 
 
 def copy_piece(tensor: torch.Tensor, start: int, destination: torch.Tensor, copy: Copy) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from streamexport.catalog import Catalog, Copy, TensorSpec
+from streamexport.catalog import Catalog, Copy, Segment, TensorSpec
 from streamexport.errors import FormatError, InvalidArgumentError
 from streamexport.memory import view_memory
 from streamexport.safetensors_format import (
@@ -19,6 +19,7 @@ from streamexport.safetensors_format import (
     header_length,
     itemsize,
 )
+from streamexport.sources.pieces import runs_of_segment
 
 _OPEN_FILES = 8
 """Files open at once: a directory may have hundreds, and a process few descriptors."""
@@ -55,14 +56,13 @@ class SafetensorsSource:
             declared_ties={},
         )
 
-    def read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
+    def read(self, segment: Segment, start: int, destination: torch.Tensor, copy: Copy) -> None:
         """See ``catalog.Source``. One thread reads at a time, while others write."""
-        with self._lock:
-            self._read(name, start, destination, copy)
-
-    def notices(self) -> Sequence[str]:
-        """Nothing is to be said of files."""
-        return ()
+        done = 0
+        for first, numel in runs_of_segment(segment, start, destination.numel()):
+            with self._lock:
+                self._read(segment.tensor, first, destination[done : done + numel], copy)
+            done += numel
 
     def close(self) -> None:
         """Close all files."""

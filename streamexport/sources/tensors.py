@@ -1,13 +1,13 @@
 """Whole tensors in this process's memory or on its devices, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from streamexport.catalog import Catalog, Copy, TensorSpec
+from streamexport.catalog import Catalog, Copy, Segment, TensorSpec
 from streamexport.errors import InvalidArgumentError
 from streamexport.safetensors_format import dtype_name
-from streamexport.sources.pieces import copy_piece
+from streamexport.sources.pieces import copy_segment
 
 # Attributes by which libraries mark a packed weight whose meaning is elsewhere: bitsandbytes, DeepSpeed, HQQ.
 _QUANTISED_MARKS = ("quant_state", "ds_quant_scale", "ds_quantized_shape", "CB", "SCB")
@@ -22,17 +22,15 @@ class TensorSource:
         tensors: Mapping[str, torch.Tensor],
         catalog: Catalog,
         companion_origin: object | None = None,
-        notices: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.catalog = catalog
         self.companion_origin = companion_origin
-        self.notices = notices
         self._tensors = {name: tensors[name].detach() for name in catalog.specs}
         self.devices = frozenset(tensor.device for tensor in self._tensors.values())
 
-    def read(self, name: str, start: int, destination: torch.Tensor, copy: Copy) -> None:
+    def read(self, segment: Segment, start: int, destination: torch.Tensor, copy: Copy) -> None:
         """See ``catalog.Source``."""
-        copy_piece(self._tensors[name], start, destination, copy)
+        copy_segment(self._tensors[segment.tensor], segment, start, destination, copy)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -72,7 +70,7 @@ def spec_of(name: str, tensor: torch.Tensor, *, parameter: bool) -> TensorSpec:
     if dtype is None:
         msg = f"tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot name"
         raise InvalidArgumentError(msg)
-    return TensorSpec(name, dtype, tuple(tensor.shape), parameter)
+    return TensorSpec(name, dtype, tuple(tensor.shape), parameter, trainable=tensor.requires_grad)
 
 
 def find_problem(tensor: object) -> str | None:

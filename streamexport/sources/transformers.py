@@ -1,16 +1,24 @@
 """What is known of transformers models here. transformers is looked for among loaded modules and never imported.
 
-Beside public attributes this touches three of transformers 5's own: ``_weight_conversions``, ``dot_natural_key`` and
-``get_model_conversion_mapping``. Where they are missing, nothing is sorted and nothing is warned of.
+transformers 5 keeps many models in memory under other names and in other forms than in checkpoints: experts fused
+into one tensor, projections split. Its ``save_pretrained`` undoes that by ``revert_weight_conversion``, all at once.
+``saved_as`` hands that function traced tensors, which have no values, and learns where each element goes.
+
+Beside public attributes this touches transformers 5's own ``core_model_loading.revert_weight_conversion``, and of a
+model ``_weight_conversions`` and ``_keep_in_fp32_modules``. transformers 4 keeps models as they are in checkpoints.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from streamexport.catalog import Output, TensorSpec, as_they_are, segments_of
 from streamexport.errors import UnsupportedSourceError
+from streamexport.safetensors_format import TORCH_DTYPES, dtype_name
+from streamexport.tracing import TracedTensor, UntraceableError
 
 
 def is_transformers_model(module: object) -> bool:
@@ -26,29 +34,109 @@ def declared_ties(model: torch.nn.Module) -> Mapping[str, str] | None:
     return dict(declared) if isinstance(declared, Mapping) else None
 
 
-def conversion_notices(model: Any) -> Sequence[str]:
-    """Say it where transformers keeps a model under other names than its checkpoints have (fused experts, say)."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        mapping = sys.modules.get("transformers.conversion_mapping")
-        # The first call in a process compiles some 900 patterns, which takes a tenth of a second.
-        find = getattr(mapping, "get_model_conversion_mapping", lambda *_, **__: ())
-        conversions = find(model, add_legacy=False)
-    if not conversions:
-        return ()
-    warning = (
-        f"transformers keeps {type(model).__name__} in memory under other names or shapes than in checkpoints, "
-        "and save_pretrained would undo that: these files have the names and shapes in memory"
+def fp32_instead_of(model: Any, name: str) -> frozenset[str]:
+    """Return the dtypes that a model asks to be float32 instead for one of its tensors, when it is loaded.
+
+    Its patterns are found anywhere in a name, ``*`` stands for anything, as transformers 5 reads them.
+    """
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    usual = getattr(model, "_keep_in_fp32_modules", None) or ()
+    asked = set()
+    if any(re.search(pattern.replace("*", ".*"), name) for pattern in strict):
+        asked = {"F16", "BF16"}
+    elif any(re.search(pattern.replace("*", ".*"), name) for pattern in usual):
+        asked = {"F16"}
+    return frozenset(asked)
+
+
+def saved_as(model: Any, specs: Sequence[TensorSpec]) -> Sequence[Output]:
+    """Return what ``save_pretrained`` would write of a model's tensors, and in its order.
+
+    Args:
+        model: a transformers model.
+        specs: its tensors.
+
+    Raises:
+        UnsupportedSourceError: a conversion that does more than move elements, or loses some (by giving two tensors
+            one name, say); or a version of transformers without that function.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    if loading is None:
+        return as_they_are(specs)
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:
+        version = getattr(sys.modules.get("transformers"), "__version__", "unknown")
+        msg = (
+            f"transformers {version} has no core_model_loading.revert_weight_conversion, by which a model's tensors "
+            "get their names in checkpoints: export model.state_dict() to have the names and shapes in memory"
+        )
+        raise UnsupportedSourceError(msg)
+    by_name = {spec.name: spec for spec in specs}
+    kept = {spec.name: TracedTensor.of(spec) for spec in specs}
+    try:
+        made = revert(_Reversible(model, by_name), kept)
+    except UntraceableError as error:
+        msg = (
+            f"{type(model).__name__} is saved in another form than it has in memory, and {error}: "
+            "export model.state_dict() to have the names and shapes in memory"
+        )
+        raise UnsupportedSourceError(msg) from error
+    outputs = [_output(name, tensor, by_name) for name, tensor in made.items()]
+    _check_all_used(outputs, by_name)
+    return outputs
+
+
+class _Reversible:
+    """A model as ``revert_weight_conversion`` sees it: with whole shapes, and the conversions that took place."""
+
+    def __init__(self, model: Any, specs: Mapping[str, TensorSpec]) -> None:
+        self._model = model
+        self._specs = specs
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is not None:
+            # Loading under ZeRO stage 3 keeps all, also those that met no tensor, and reverting one of these renames
+            # tensors that it never renamed (transformers 5.24: BERT's LayerNorm.weight becomes LayerNorm.gamma).
+            conversions = [conversion for conversion in conversions if conversion.was_used()]
+        self._weight_conversions = conversions
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        spec = self._specs.get(name)
+        if spec is None:
+            found: torch.Tensor = self._model.get_parameter(name)
+            return found
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _output(name: str, tensor: TracedTensor, specs: Mapping[str, TensorSpec]) -> Output:
+    content = tensor.traced.content()
+    origins = [specs[segment.tensor] for segment in segments_of(content)]
+    spec = TensorSpec(
+        name,
+        str(dtype_name(tensor.dtype)),
+        tuple(tensor.shape),
+        parameter=all(origin.parameter for origin in origins),
+        trainable=any(origin.trainable for origin in origins),
+        fp32_instead_of=frozenset().union(*(origin.fp32_instead_of for origin in origins)),
     )
-    return (warning,)
+    return Output(spec, content)
 
 
-def save_order(model: Any, names: Sequence[str]) -> Sequence[str]:
-    """Return the names in the order in which save_pretrained fills shards: sorted, for a model that was loaded."""
-    natural_key = getattr(sys.modules.get("transformers.core_model_loading"), "dot_natural_key", None)
-    if natural_key is None or getattr(model, "_weight_conversions", None) is None:
-        return names
-    return sorted(names, key=natural_key)
+def _check_all_used(outputs: Sequence[Output], specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse a conversion that does not use each element once: another version's, or a renaming onto a taken name."""
+    used = dict.fromkeys(specs, 0)
+    for output in outputs:
+        for segment in segments_of(output.content):
+            used[segment.tensor] += segment.numel
+    for name, numel in used.items():
+        if numel != specs[name].numel:
+            msg = (
+                f"tensor {name!r}: transformers' conversion to its form in checkpoints uses {numel} of its "
+                f"{specs[name].numel} elements"
+            )
+            raise UnsupportedSourceError(msg)
 
 
 def check_parts(model: torch.nn.Module) -> None:
