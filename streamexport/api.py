@@ -17,7 +17,7 @@ from streamexport.layout import Choices, Rename, Tied, arrange
 from streamexport.memory import MemoryMeter
 from streamexport.plan import ExportPlan, Shard, check_variant, make_plan
 from streamexport.publish import Staging, check_out_dir, staged
-from streamexport.ranks import DEFAULT_PEER_TIMEOUT, open_ranks
+from streamexport.ranks import DEFAULT_PEER_TIMEOUT, check_peer_timeout, open_ranks
 from streamexport.report import PROGRESS_HELP, ExportReport, FileReport, Progress, ProgressMeter
 from streamexport.sizes import DEFAULT_MAX_SHARD_SIZE, parse_size
 from streamexport.sources import open_source
@@ -86,6 +86,7 @@ def export_sharded(
     plans: list[tuple[Source, ExportPlan, Path]] = []
 
     def prepare() -> str:
+        check_peer_timeout(peer_timeout)
         directory = _check_arguments(out_dir, direct_io, progress)
         opened, plan = _open_and_plan(
             source,
@@ -96,7 +97,7 @@ def export_sharded(
             max_host_memory=max_host_memory,
         )
         plans.append((opened, plan, directory))
-        return plan.digest()
+        return f"{plan.digest()} {max_shard_size} {variant} {directory}"
 
     ranks.agree(prepare)
     opened, plan, directory = plans[0]
@@ -237,5 +238,5 @@ def _stage_companions(
     dtype = plan.dtype if cast or not isinstance(origin, Path) else None
     return [
         FileReport(path.name, staging.adopt(path, fsync=fsync), 0, "buffered")
-        for path in write_companions(origin, staging.scratch(), dtype)
+        for path in write_companions(origin, staging.scratch(), dtype, untied=bool(plan.untied))
     ]

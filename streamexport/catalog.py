@@ -167,6 +167,7 @@ class Catalog:
         declared_ties: for each name that the model declares tied, the name that it takes its value from;
             None where the source declares nothing and identity alone decides.
         problems: for each name that cannot be exported, why.
+        unsaved_parameters: elements of parameters that the model has and by its own declaration never saves.
         saved_as: tells how the tensors of some specs are saved: under which names and in which form. As they are,
             where nothing else is known.
     """
@@ -175,6 +176,7 @@ class Catalog:
     aliases: Mapping[str, str] = field(default_factory=dict)
     declared_ties: Mapping[str, str] | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
+    unsaved_parameters: int = 0
     saved_as: Callable[[Sequence[TensorSpec]], Sequence[Output]] = as_they_are
 
 

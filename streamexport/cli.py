@@ -1,6 +1,7 @@
 """The command line: a thin layer over ``api``. Torch is imported by the commands, never by ``--help``."""
 
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +15,7 @@ from streamexport.sizes import DEFAULT_MAX_SHARD_SIZE
 
 if TYPE_CHECKING:
     from streamexport.files import DirectIO
+    from streamexport.layout import Tied as TiedChoice
 
 app = typer.Typer(
     name="streamexport",
@@ -25,6 +27,7 @@ app = typer.Typer(
 )
 
 _FAILED, _WRONG_USE = 1, 2
+_MAX_DIGITS = 30
 
 SourceArgument = Annotated[
     str,
@@ -44,6 +47,13 @@ Include = Annotated[list[str] | None, typer.Option(help="Glob pattern of tensor 
 Exclude = Annotated[
     list[str] | None, typer.Option(help="Glob pattern of tensor names to leave out; may be repeated.")
 ]
+KeepInFp32 = Annotated[
+    list[str] | None, typer.Option(help="Glob pattern of tensor names that a 16-bit --dtype leaves in float32.")
+]
+TrainableOnly = Annotated[bool, typer.Option("--trainable-only", help="Leave out what needs no gradient.")]
+Tied = Annotated[str, typer.Option(help="drop writes a tied weight once, duplicate under all its names.")]
+Rename = Annotated[list[str] | None, typer.Option(help="OLD=NEW, another name for a tensor; may be repeated.")]
+Submodule = Annotated[str | None, typer.Option(help="The path of a part of the module, to export as the whole.")]
 HostMemory = Annotated[str | None, typer.Option(help="Budget of the ring of buffers.  [default: 64MiB]")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show a traceback when something fails.")]
@@ -62,9 +72,14 @@ def export(
     out: OutArgument,
     max_shard_size: ShardSize = DEFAULT_MAX_SHARD_SIZE,
     dtype: Dtype = None,
+    keep_in_fp32: KeepInFp32 = None,
     variant: Variant = None,
     include: Include = None,
     exclude: Exclude = None,
+    trainable_only: TrainableOnly = False,
+    tied: Tied = "drop",
+    rename: Rename = None,
+    submodule: Submodule = None,
     max_host_memory: HostMemory = None,
     direct_io: Annotated[str, typer.Option(help="auto, on or off: write past the page cache.")] = "auto",
     fsync: Annotated[bool, typer.Option(help="Return only when all is durable.")] = True,
@@ -76,16 +91,23 @@ def export(
     try:
         from streamexport.api import export_sharded
 
+        direct = _direct_io(direct_io)
+        _check(max_shard_size, max_host_memory, variant, out)
         report = export_sharded(
             _resolve(source),
             out,
             _size(max_shard_size),
             dtype=dtype,
+            keep_in_fp32=keep_in_fp32 or None,
             variant=variant,
             include=include or None,
             exclude=exclude or None,
+            trainable_only=trainable_only,
+            tied=_tied(tied),
+            rename=_renames(rename),
+            submodule=submodule,
             max_host_memory=_size(max_host_memory) if max_host_memory else None,
-            direct_io=_direct_io(direct_io),
+            direct_io=direct,
             fsync=fsync,
             progress=False if quiet else None,
         )
@@ -100,9 +122,14 @@ def plan(
     source: SourceArgument,
     max_shard_size: ShardSize = DEFAULT_MAX_SHARD_SIZE,
     dtype: Dtype = None,
+    keep_in_fp32: KeepInFp32 = None,
     variant: Variant = None,
     include: Include = None,
     exclude: Exclude = None,
+    trainable_only: TrainableOnly = False,
+    tied: Tied = "drop",
+    rename: Rename = None,
+    submodule: Submodule = None,
     max_host_memory: HostMemory = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -111,13 +138,19 @@ def plan(
     try:
         from streamexport.api import plan_export
 
+        _check(max_shard_size, max_host_memory, variant)
         planned = plan_export(
             _resolve(source),
             _size(max_shard_size),
             dtype=dtype,
+            keep_in_fp32=keep_in_fp32 or None,
             variant=variant,
             include=include or None,
             exclude=exclude or None,
+            trainable_only=trainable_only,
+            tied=_tied(tied),
+            rename=_renames(rename),
+            submodule=submodule,
             max_host_memory=_size(max_host_memory) if max_host_memory else None,
         )
         if _end_ranks() == 0:
@@ -131,6 +164,20 @@ def main() -> None:
     app()
 
 
+def _check(max_shard_size: str, max_host_memory: str | None, variant: str | None, out: str | None = None) -> None:
+    """Refuse what is wrong before SOURCE's function spends an hour on a model."""
+    from streamexport.plan import check_variant
+    from streamexport.publish import check_out_dir
+    from streamexport.sizes import parse_size
+    from streamexport.staging import buffer_bytes
+
+    parse_size(_size(max_shard_size), "max_shard_size")
+    buffer_bytes(_size(max_host_memory) if max_host_memory else None)
+    check_variant(variant)
+    if out is not None:
+        check_out_dir(Path(out), 0)
+
+
 def _resolve(source: str) -> Any:
     """Return what SOURCE names: a path as it is, or what a function returns."""
     module_name, colon, function_name = source.partition(":")
@@ -141,7 +188,7 @@ def _resolve(source: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+    except (ModuleNotFoundError, AttributeError, ValueError, TypeError) as error:
         if isinstance(error, ModuleNotFoundError) and not f"{module_name}.".startswith(f"{error.name}."):
             raise  # The module is there, and lacks something itself.
         msg = f"{source!r} is neither a path nor package.module:function: {error}"
@@ -149,11 +196,25 @@ def _resolve(source: str) -> Any:
     if not callable(function):
         msg = f"{source!r} is a {type(function).__name__}, not a function"
         raise InvalidArgumentError(msg)
-    return function()
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
+        msg = f"{source} cannot be called without arguments: {error}"
+        raise InvalidArgumentError(msg) from error
+    try:
+        made = function()
+    except SystemExit as error:
+        msg = f"{source} ended the process (exit code {error.code}) instead of returning a model"
+        raise StreamexportError(msg) from error
+    if isinstance(made, str | Path):
+        msg = f"{source} returned a {type(made).__name__}: expected an engine, a module or a mapping of names"
+        raise InvalidArgumentError(msg)
+    return made
 
 
 def _size(text: str) -> int | str:
-    return int(text) if text.strip().isdecimal() else text
+    # Longer numbers are no sizes, and Python refuses to read them.
+    return int(text) if text.strip().isdecimal() and len(text) < _MAX_DIGITS else text
 
 
 def _direct_io(text: str) -> "DirectIO":
@@ -162,6 +223,21 @@ def _direct_io(text: str) -> "DirectIO":
         msg = f"--direct-io {text}: expected auto, on or off"
         raise InvalidArgumentError(msg)
     return choices[text]
+
+
+def _tied(text: str) -> "TiedChoice":
+    choices: dict[str, TiedChoice] = {"drop": "drop", "duplicate": "duplicate"}
+    if text not in choices:
+        msg = f"--tied {text}: expected drop or duplicate"
+        raise InvalidArgumentError(msg)
+    return choices[text]
+
+
+def _renames(pairs: list[str] | None) -> dict[str, str] | None:
+    if unclear := [pair for pair in pairs or () if pair.count("=") != 1]:
+        msg = f"--rename {unclear[0]}: expected OLD=NEW"
+        raise InvalidArgumentError(msg)
+    return {old: new for old, _, new in (pair.partition("=") for pair in pairs)} if pairs else None
 
 
 def _end_ranks() -> int:

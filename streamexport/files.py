@@ -52,7 +52,7 @@ class OutputFile:
         """Write all of ``view`` at ``offset``; safe from several threads when ``direct``."""
         if self.direct:
             aligned = len(view) // PAGE * PAGE
-            _write_all(self._descriptor, view[:aligned], offset, self.path)
+            _write_all(self._descriptor, view[:aligned], offset, self.path, direct=True)
             if aligned < len(view):
                 with _opened(self.path, os.O_WRONLY) as descriptor:
                     _write_all(descriptor, view[aligned:], offset + aligned, self.path)
@@ -159,17 +159,24 @@ def _o_direct() -> int:
     return getattr(os, "O_DIRECT", 0)
 
 
-def _write_all(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+def _write_all(descriptor: int, view: memoryview, offset: int, path: Path, *, direct: bool = False) -> None:
     while view:
         try:
             count = os.pwrite(descriptor, view[:_MAX_WRITE], offset)
         except OSError as error:
             error.filename = str(path)
-            raise
-        if count == 0:
+            if not (direct and error.errno == errno.EINVAL):
+                raise
+            count = 0
+        if count == 0 and not direct:
             raise OSError(errno.EIO, "the file system takes no more bytes", str(path))
         view = view[count:]
         offset += count
+        if direct and view and (count == 0 or offset % PAGE):
+            # A limit or a full disk ends inside a page, and a direct write would only call that an invalid argument.
+            with _opened(path, os.O_WRONLY) as plain:
+                _write_all(plain, view, offset, path)
+            return
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streamexport.catalog import Output, segments_of
+from streamexport.catalog import Output
 from streamexport.errors import InvalidArgumentError
 from streamexport.layout import Layout
 from streamexport.safetensors_format import TORCH_DTYPES, Header, encode_header
@@ -196,17 +196,12 @@ def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_
         specs = [outputs[name].spec for name in names]
         header = encode_header((spec.name, spec.dtype, spec.shape) for spec in specs)
         shards.append(Shard(filename, header, {name: outputs[name] for name in header.extents}))
-    # A set: a tensor that is written under two names has its parameters counted once, as num_parameters() does.
-    parameters = {
-        segment for output in layout.outputs if output.spec.parameter for segment in segments_of(output.content)
-    }
-    dtypes = [output.spec.dtype for output in layout.outputs if output.spec.parameter and output.spec.floating]
     return ExportPlan(
         shards=shards,
         max_shard_size=max_shard_size,
         total_size=sum(output.spec.nbytes for output in layout.outputs),
-        total_parameters=sum(segment.numel for segment in parameters),
-        dtype=str(TORCH_DTYPES[dtypes[0]]).removeprefix("torch.") if dtypes else None,
+        total_parameters=layout.parameters,
+        dtype=str(TORCH_DTYPES[layout.dtype]).removeprefix("torch.") if layout.dtype else None,
         host_memory=host_memory,
         variant=variant,
         tied=layout.tied,

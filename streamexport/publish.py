@@ -48,6 +48,7 @@ class Staging:
         self._old = self.directory / "old"
         self._new.mkdir()
         self._old.mkdir()
+        self.holds_earlier_set = False
         self.warnings: list[str] = []
 
     def path(self, filename: str) -> Path:
@@ -96,27 +97,49 @@ class Staging:
             OSError: a file cannot be moved. The earlier set is back in place.
         """
         durable = not fsync or sync_directory(self._new)
-        aside: list[str] = []
-        placed: list[str] = []
+        superseded = self._superseded(filenames, variant)
+        placing = False
+        self.holds_earlier_set = True
         try:
-            for filename in self._superseded(filenames, variant):
+            for filename in superseded:
                 self._move(self.out_dir / filename, self._old / (filename + _SUFFIX))
-                aside.append(filename)
+            placing = True
             for filename in filenames:
                 if filename == filenames[-1] and fsync:
                     # What the entry point names must be there before it, also after a loss of power.
                     durable = sync_directory(self.out_dir) and durable
                 self._move(self.path(filename), self.out_dir / filename)
-                placed.append(filename)
             if fsync:
                 durable = sync_directory(self.out_dir) and durable
         except BaseException:
-            for filename in reversed(placed):
-                (self.out_dir / filename).unlink(missing_ok=True)
-            for filename in reversed(aside):
-                self._move(self._old / (filename + _SUFFIX), self.out_dir / filename)
+            self._restore(superseded, filenames if placing else ())
             raise
+        self.holds_earlier_set = False
         return durable
+
+    def _restore(self, superseded: Sequence[str], placed: Sequence[str]) -> None:
+        """Put the earlier set back, by what is there: an interrupt may have come before or after any move.
+
+        Args:
+            superseded: the earlier set, in the order in which it was moved aside.
+            placed: names at which new files, or parts of copies, may be; none before all was moved aside.
+        """
+        for filename in placed:
+            path = self.out_dir / filename
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+        failure = None
+        for filename in reversed(superseded):
+            aside = self._old / (filename + _SUFFIX)
+            # Where both are there, a copy aside was cut off: what is in place is whole.
+            if os.path.lexists(aside) and not os.path.lexists(self.out_dir / filename):
+                try:
+                    self._move(aside, self.out_dir / filename)
+                except OSError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+        self.holds_earlier_set = False
 
     def _superseded(self, filenames: Sequence[str], variant: str | None) -> list[str]:
         """The earlier set in the order to disappear: entry points, then what has a new file's name, then shards."""
@@ -150,10 +173,15 @@ def staged(out_dir: Path, *, fsync: bool) -> Iterator[Staging]:
     try:
         staging = Staging(out_dir)
         yield staging
-        if fsync:
-            for directory in made:
-                sync_directory(directory.parent)
-    except BaseException:
+        if fsync and not all(_sync_parent(directory) for directory in made):
+            staging.warnings.append("the output directory is new, and its name may not survive a loss of power")
+    except BaseException as error:
+        if staging is not None and staging.holds_earlier_set:
+            # Putting it back failed, too: nothing of it may be lost.
+            msg = f"the earlier export could not be put back: its files are in {staging.directory / 'old'}"
+            if isinstance(error, Exception):
+                raise OutputError(msg) from error
+            raise
         if staging is not None:
             staging.discard()
         # The export that failed made them; where something else has come into them, they stay.
@@ -176,8 +204,14 @@ def check_out_dir(out_dir: Path, needed_disk: int) -> None:
         InvalidArgumentError: it is a file, or is named like one.
         OutputError: it cannot be written to, or its file system has too little space.
     """
+    if "\0" in str(out_dir):
+        msg = f"out_dir={str(out_dir)!r}: expected the path of a directory"
+        raise InvalidArgumentError(msg)
     if out_dir.name.endswith(_WEIGHT_SUFFIXES) and not out_dir.is_dir():
         msg = f"out_dir={str(out_dir)!r} is named like a weights file: expected a directory"
+        raise InvalidArgumentError(msg)
+    if out_dir.is_symlink() and not out_dir.exists():
+        msg = f"out_dir={str(out_dir)!r} is a link to {out_dir.readlink()}, which is not there"
         raise InvalidArgumentError(msg)
     existing = out_dir
     while not existing.exists() and existing != existing.parent:
@@ -205,6 +239,13 @@ def make_directory(path: Path) -> list[Path]:
             if last and not path.is_dir():
                 raise
     return missing
+
+
+def _sync_parent(directory: Path) -> bool:
+    try:
+        return sync_directory(directory.parent)
+    except PermissionError:  # It can be written to, but not read.
+        return False
 
 
 def _copy(origin: Path, target: Path) -> None:

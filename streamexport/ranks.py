@@ -5,9 +5,11 @@ collectives: a rank that waits for a long write sits in no collective, whose wat
 same under gloo, NCCL and any other backend.
 """
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch.distributed
@@ -22,6 +24,12 @@ _FIRST_DELAY, _LAST_DELAY = 0.001, 0.1
 
 _GRACE = 5.0
 """Seconds that an answer may take on its way."""
+
+_LATE_GRACE = 30.0
+"""Seconds that a rank that was given up waits for the next round, before it takes itself for late in this one."""
+
+_HEARTBEAT, _DEAD_AFTER = 5.0, 300.0
+"""Seconds between two signs of life of a rank that works, and without one until the others give it up."""
 
 
 class Ranks(Protocol):
@@ -64,6 +72,9 @@ class SingleRank:
 class StoreRanks:
     """All processes of ``torch.distributed``'s default group. Every one must make the same calls.
 
+    Rank 0 opens a round for each export, the others join it. One that comes when rank 0 has given it up is told so,
+    or joins the next round if that is opened meanwhile: after a call that not all ranks made, the next works again.
+
     Args:
         store: the group's key-value store.
         rank: this process's number.
@@ -75,23 +86,27 @@ class StoreRanks:
         self.rank = rank
         self._world_size = world_size
         self._peer_timeout = peer_timeout
-        # The store itself counts each rank's exports, so that a rank that missed one does not take the next for it.
-        number = store.add(f"streamexport/calls/{rank}", 1)
-        self._store = torch.distributed.distributed_c10d.PrefixStore(f"streamexport/{number}", store)
+        self._store = torch.distributed.distributed_c10d.PrefixStore("streamexport", store)
+        self._round = 0
 
     def agree(self, digest: Callable[[], str]) -> None:
         """See ``Ranks``."""
+        if self.rank == 0:
+            self._round = self._store.add("rounds", 1)
         error: BaseException | None = None
         try:
             mine = {"digest": digest()}
         except BaseException as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             error = caught
             mine = {"error": _describe(caught)}
-        self._post(f"arrived/{self.rank}", mine)
-        if self.rank == 0:
-            self._post("verdict", self._compare(mine))
         # Rank 0 may come as late as any other, and then wait as long for the others.
-        verdict = self._fetch("verdict", time.monotonic() + 2 * self._peer_timeout + _GRACE)
+        deadline = time.monotonic() + 2 * self._peer_timeout + _GRACE
+        verdict = None
+        if self.rank == 0 or self._join(deadline):
+            self._post(f"arrived/{self.rank}", mine)
+            if self.rank == 0:
+                self._post("verdict", self._compare(mine))
+            verdict = self._fetch("verdict", deadline)
         if error is not None:
             raise error
         if verdict is None:
@@ -107,13 +122,52 @@ class StoreRanks:
                 msg = f"rank 0 failed: {outcome['error']}"
                 raise RankError(msg, 0)
             return str(outcome["result"])
-        try:
-            result = work()
-        except BaseException as error:
-            self._post("outcome", {"error": _describe(error)})
-            raise
-        self._post("outcome", {"result": result})
+        with self._heartbeat():
+            try:
+                result = work()
+            except BaseException as error:
+                self._post("outcome", {"error": _describe(error)})
+                raise
+            self._post("outcome", {"result": result})
         return result
+
+    def _join(self, deadline: float) -> bool:
+        """Wait for a round that this rank has not been in; return whether there was one."""
+        patience: float | None = None
+        with _answering():
+            joined = self._store.add(f"joined/{self.rank}", 0)
+            for now in _moments():
+                self._round = self._store.add("rounds", 0)
+                if self._round > joined:
+                    verdict = self._peek("verdict")
+                    if not (verdict and verdict.get("absent") and verdict["rank"] == self.rank):
+                        break
+                    patience = patience or now + min(self._peer_timeout, _LATE_GRACE)
+                    if now > patience:
+                        break
+                elif now > deadline:
+                    return False
+            self._store.add(f"joined/{self.rank}", self._round - joined)
+        return True
+
+    @contextlib.contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Show the other ranks that this one is alive, on a thread of its own."""
+        done = threading.Event()
+
+        def beat() -> None:
+            # The store goes when the job ends; whoever then waits is told by the store itself.
+            with contextlib.suppress(RuntimeError):
+                while not done.wait(_HEARTBEAT):
+                    self._store.add(f"{self._round}/alive", 1)
+
+        thread = threading.Thread(target=beat, name="streamexport-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _compare(self, mine: dict[str, str]) -> dict[str, Any]:
         """Collect what every rank posted; return what is wrong, or nothing."""
@@ -122,8 +176,8 @@ class StoreRanks:
             theirs = self._fetch(f"arrived/{rank}", deadline)
             message = None
             if theirs is None:
-                message = self._absence(rank)
-            elif "error" in theirs:
+                return {"rank": rank, "message": self._absence(rank), "absent": True}
+            if "error" in theirs:
                 message = f"rank {rank} failed: {theirs['error']}"
             elif theirs != mine and "digest" in mine:
                 message = (
@@ -140,42 +194,87 @@ class StoreRanks:
         )
 
     def _post(self, key: str, value: dict[str, Any]) -> None:
-        self._store.set(key, json.dumps(value))
+        self._store.set(f"{self._round}/{key}", json.dumps(value))
+
+    def _peek(self, key: str) -> Any:
+        """Return a posted value, or None."""
+        key = f"{self._round}/{key}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _fetch(self, key: str, deadline: float | None) -> Any:
         """Return a posted value; None when it has not come by the deadline.
 
         It polls: a blocking wait on the store would hold a lock that other threads of this process need, NCCL's
         watchdog among them.
+
+        Raises:
+            RankError: the store is gone; or there is no deadline, and rank 0 shows no sign of life.
         """
-        delay = _FIRST_DELAY
-        try:
-            while not self._store.check([key]):
-                if deadline is not None and time.monotonic() > deadline:
-                    return None
-                time.sleep(delay)
-                delay = min(2 * delay, _LAST_DELAY)
-            return json.loads(self._store.get(key))
-        except RuntimeError as error:  # torch's own, when the process that keeps the store is gone
-            msg = f"torch.distributed's store, most often kept by rank 0's process, does not answer: {error}"
-            raise RankError(msg, 0) from error
+        beats, last_beat = -1, time.monotonic()
+        with _answering():
+            for now in _moments():
+                value = self._peek(key)
+                if value is not None or (deadline is not None and now > deadline):
+                    return value
+                if deadline is None:
+                    beat = self._store.add(f"{self._round}/alive", 0)
+                    if beat != beats:
+                        beats, last_beat = beat, now
+                    elif now > last_beat + _DEAD_AFTER:
+                        msg = f"rank 0 has shown no sign of life for {_DEAD_AFTER:g} s"
+                        raise RankError(msg, 0)
+        return None
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Say it where the store is gone."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:  # torch's own, when the process that keeps the store is gone
+        msg = f"torch.distributed's store, most often kept by rank 0's process, does not answer: {error}"
+        raise RankError(msg, 0) from error
+
+
+def _moments() -> Iterator[float]:
+    """Yield the time now and then: often at first, so that a short wait ends at once."""
+    delay = _FIRST_DELAY
+    while True:
+        yield time.monotonic()
+        time.sleep(delay)
+        delay = min(2 * delay, _LAST_DELAY)
+
+
+def check_peer_timeout(peer_timeout: object) -> None:
+    """Refuse a timeout that is none.
+
+    Raises:
+        InvalidArgumentError: it is not positive.
+    """
+    if not isinstance(peer_timeout, int | float) or not peer_timeout > 0:
+        msg = f"peer_timeout={peer_timeout!r}: expected a positive number of seconds"
+        raise InvalidArgumentError(msg)
 
 
 def open_ranks(peer_timeout: float) -> Ranks:
     """Return the ranks of this job: all of ``torch.distributed``'s default group, or this process alone.
 
-    Raises:
-        InvalidArgumentError: ``peer_timeout`` is not positive.
+    Never fails for a ``peer_timeout`` that cannot be used, so that the other ranks can be told.
     """
-    if not peer_timeout > 0:
-        msg = f"peer_timeout={peer_timeout!r}: expected a positive number of seconds"
-        raise InvalidArgumentError(msg)
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return SingleRank()
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
-    return StoreRanks(store, distributed.get_rank(), distributed.get_world_size(), peer_timeout)
+    usable = isinstance(peer_timeout, int | float) and peer_timeout > 0
+    return StoreRanks(
+        store, distributed.get_rank(), distributed.get_world_size(), peer_timeout if usable else DEFAULT_PEER_TIMEOUT
+    )
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - an error whose text fails is told of all the same
+        return type(error).__name__

@@ -153,7 +153,7 @@ def decode_header(prefix: bytes, file_size: int, path: str) -> Mapping[str, Exte
         entries = json.loads(prefix[8:])
         entries.pop(_METADATA_KEY, None)
         found = {name: _decode_entry(entry, len(prefix)) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         msg = f"{path}: not a safetensors header ({error})"
         raise FormatError(msg) from error
     position = len(prefix)

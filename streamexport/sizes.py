@@ -10,7 +10,7 @@ DEFAULT_MAX_SHARD_SIZE = "5GB"
 _FACTORS = {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)} | {
     f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)
 }
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
+_PATTERN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([A-Za-z]+)\s*")
 _ACCEPTED = (
     "a positive number of bytes as an int, or a string such as '5GB', '1.5 gb', '512MiB' "
     "with one of the units KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"

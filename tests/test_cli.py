@@ -26,6 +26,18 @@ def build_group():
 def broken():
     import a_module_that_is_not_there
 
+def leaves():
+    raise SystemExit(0)
+
+def path():
+    return "out"
+
+def build_for(config):
+    return build_model()
+
+def loud():
+    raise AssertionError("called")
+
 constant = 3
 """
 
@@ -77,6 +89,13 @@ def test_every_option_reaches_the_export(call, model, tmp_path):
     assert report["max_shard_size"] == 4096
 
 
+def test_names_and_ties_can_be_chosen(call, model, tmp_path):
+    """--submodule takes a part, --rename gives other names."""
+    options = ("--submodule", "1", "--rename", "weight=w", "--rename", "bias=b", "--tied", "duplicate", "--quiet")
+    assert call("export", "usercode:build_model", "out", *options)[0] == 0
+    assert_same(load(tmp_path / "out"), {"w": model[1].weight, "b": model[1].bias})
+
+
 def test_quiet_prints_nothing(call):
     """For scripts."""
     assert call("export", "usercode:build_model", "out", "--quiet") == (0, "", "")
@@ -107,6 +126,18 @@ def test_a_directory_is_re_sharded_and_planned(call, model, tmp_path):
         (["export", "usercode:build_model", "out", "--direct-io", "x"], 2, "auto, on or off"),
         (["export", "usercode:build_meta", "out"], 1, "meta device"),
         (["plan", "usercode:build_model", "--dtype", "int3"], 2, "int3"),
+        (["plan", "usercode:build_model", "--tied", "x"], 2, "drop or duplicate"),
+        (["plan", "usercode:build_model", "--rename", "x"], 2, "OLD=NEW"),
+        (["plan", "usercode:build_model", "--submodule", "x"], 2, "no such part; it has 0, 1"),
+        (["export", "usercode:leaves", "out"], 1, "ended the process (exit code 0)"),
+        (["export", "usercode:path", "out"], 2, "returned a str"),
+        (["export", "usercode:build_for", "out"], 2, "cannot be called without arguments: missing"),
+        (["export", ".:f", "out"], 2, "neither a path nor package.module:function"),
+        (["export", "usercode:loud", "out", "--max-shard-size", "banana"], 2, "banana"),
+        (["export", "usercode:loud", "out", "--max-shard-size", "9" * 5001], 2, "is not a size"),
+        (["export", "usercode:loud", "usercode.py/x"], 2, "is a file, not a directory"),
+        (["export", "usercode:loud", "out", "--variant", "a/b"], 2, "variant"),
+        (["export", "usercode:loud", "a\0b"], 2, "expected the path of a directory"),
         (["export", "usercode:build_model"], 2, "Missing argument"),
         (["explode"], 2, "No such command"),
     ],

@@ -1,6 +1,7 @@
 import json
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -9,6 +10,26 @@ from oracles import as_bytes, assert_same, expected_bytes, files, header, load, 
 
 import streamexport
 from streamexport import InvalidArgumentError, OutputError, UnsupportedSourceError, export_sharded, plan_export
+
+
+class Lazy(Mapping):
+    """Makes its values when they are asked for, each time anew, and keeps none."""
+
+    def __iter__(self):
+        return iter("abcdefgh")
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, name):
+        return torch.full((1000,), float(ord(name)))
+
+
+def test_a_mapping_that_makes_its_values_when_asked_loses_none(tmp_path):
+    """A value that is gone leaves its address to the next, which is another tensor all the same."""
+    report = export_sharded(Lazy(), tmp_path)
+    assert not report.tied
+    assert_same(load(tmp_path), dict(Lazy()))
 
 
 def test_shards_equal_save_file_and_carry_format_pt(tensors, tmp_path):

@@ -7,7 +7,7 @@ from oracles import assert_same, load
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from streamexport import UnsupportedSourceError, export_sharded
+from streamexport import UnsupportedSourceError, export_sharded, plan_export
 
 
 class Block(nn.Module):
@@ -283,6 +283,50 @@ def test_a_declared_tie_that_came_apart_is_written_twice_with_a_warning(llama, t
     report = export_sharded(model, tmp_path / "out")
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(load(tmp_path / "out"))
     assert "lm_head.weight" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda layer: checkpoint_wrapper(compiled(layer)),
+        lambda layer: compiled(checkpoint_wrapper(layer)),
+        lambda layer: checkpoint_wrapper(nn.DataParallel(layer)),
+        lambda layer: checkpoint_wrapper(checkpoint_wrapper(layer)),
+        lambda layer: nn.DataParallel(checkpoint_wrapper(compiled(checkpoint_wrapper(layer)))),
+    ],
+)
+def test_checkpoint_wrappers_nest_with_others_in_any_order(wrap):
+    """They take their own segment off every name below them, whatever else is in them."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 2)))
+    expected = list(model.state_dict())
+    model[0] = wrap(model[0])
+    model[1] = wrap(nn.Sequential(wrap(model[1][0])))
+    assert sorted(plan_export(model).shards[0].outputs) == sorted(expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_configuration_tells_the_dtype_of_the_first_parameter(tied, tmp_path):
+    """As save_pretrained does, also where parameters differ and shards are filled in another order."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, tie_word_embeddings=tied, dtype="bfloat16")
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    for part in ("lm_head", "transformer.h.0"):
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+        model.get_submodule(part).float()
+        model.save_pretrained(tmp_path / "theirs")
+        export_sharded(model, tmp_path / "ours")
+        assert (tmp_path / "ours/config.json").read_bytes() == (tmp_path / "theirs/config.json").read_bytes()
+
+
+def test_parameters_that_are_never_saved_are_counted_as_save_pretrained_counts_them(llama, tmp_path):
+    """``_keys_to_ignore_on_save`` leaves them out of the files, num_parameters() does not."""
+    model = llama()
+    model._keys_to_ignore_on_save = ["lm_head.weight"]
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    export_sharded(model, tmp_path / "ours", "20KB")
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "ours" / index).read_bytes() == (tmp_path / "theirs" / index).read_bytes()
 
 
 def test_quantised_and_adapted_transformers_models_are_refused(llama, tmp_path):

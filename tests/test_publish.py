@@ -12,7 +12,7 @@ import pytest
 import torch
 from oracles import assert_same, files, load
 
-from streamexport import export_sharded, publish
+from streamexport import OutputError, export_sharded, publish
 
 REFUSALS = [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL]
 
@@ -161,17 +161,18 @@ def test_a_failure_at_any_call_leaves_the_earlier_export(owner, name, error, old
     assert report is not None
 
 
-def test_a_full_file_system_is_an_error_that_names_the_file(old, tmp_path):
-    """A real limit: the kernel refuses the write beyond RLIMIT_FSIZE with EFBIG."""
+@pytest.mark.parametrize("limit", [1 << 20, 300_000])
+def test_a_full_file_system_is_an_error_that_names_the_file(limit, old, tmp_path):
+    """A real limit, at a page's end or inside one: the kernel refuses the write beyond RLIMIT_FSIZE with EFBIG."""
     script = (
         "import resource, signal, sys, torch, streamexport;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2);"
         "streamexport.export_sharded({'w': torch.zeros(1 << 20)}, sys.argv[1])"
     )
     export_sharded(old, tmp_path / "out")
     done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, tmp_path / "out", str(limit)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert re.search(r"File too large: '.*model\.safetensors\.part'", done.stderr)
@@ -313,6 +314,99 @@ def test_an_interrupt_is_a_clean_end(old, new, tmp_path):
         export_sharded(new, tmp_path, "20KB", progress=interrupt)
     assert files(tmp_path) == before
     assert_same(load(tmp_path), old)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_at_any_rename_is_a_clean_end(after, old, new, tmp_path):
+    """Before a file is moved or just after it was: the earlier set is put back by what is there."""
+    export_sharded(old, tmp_path, "20KB")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real = Path.rename
+    for number in range(1, 100):
+        left = [number]
+
+        def rename(self, target, left=left):
+            left[0] -= 1
+            if left[0] == 0 and not after:
+                raise KeyboardInterrupt
+            moved = real(self, target)
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return moved
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            try:
+                export_sharded(new, tmp_path, "40KB")
+                break
+            except KeyboardInterrupt:
+                pass
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert number > 9
+    assert_same(load(tmp_path), new)
+
+
+def test_an_earlier_export_that_cannot_be_put_back_is_kept(old, new, tmp_path, monkeypatch):
+    """A disk that goes bad while names are changed: the error says where the earlier files are."""
+    export_sharded(old, tmp_path, "20KB")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = []
+    real = Path.rename
+
+    def rename(self, target):
+        calls.append(self)
+        if len(calls) > 9:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OutputError, match=r"could not be put back: its files are in .*/old"):
+        export_sharded(new, tmp_path, "40KB")
+    monkeypatch.undo()
+    (kept,) = tmp_path.glob(".streamexport-*/old")
+    aside = {path.name.removesuffix(".part"): path.read_bytes() for path in kept.iterdir()}
+    there = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert aside | there == before
+
+
+def test_a_copy_into_place_that_fails_leaves_no_part_of_it(old, new, tmp_path, monkeypatch):
+    """Where rename is refused and a copy breaks off, the half file goes and the earlier export comes back."""
+    export_sharded(old, tmp_path, "20KB")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    copies = []
+    real = publish._copy
+
+    def copy(origin, target):
+        copies.append(target)
+        if len(copies) == 8:
+            target.write_bytes(origin.read_bytes()[:50])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(origin, target)
+
+    def refuse(self, target):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(publish, "_copy", copy)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="No space"):
+        export_sharded(new, tmp_path, "40KB")
+    monkeypatch.undo()
+    assert copies[7].parent == tmp_path
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_new_directory_below_one_that_cannot_be_read_is_exported_to(old, tmp_path, monkeypatch):
+    """Its name cannot be made durable, which is said; the export is there."""
+
+    def refuse(path):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return True
+
+    monkeypatch.setattr(publish, "sync_directory", refuse)
+    report = export_sharded(old, tmp_path / "out")
+    assert "may not survive a loss of power" in report.warnings[0]
+    assert_same(load(tmp_path / "out"), old)
 
 
 def test_directories_are_made_beside_others_that_make_them(old, tmp_path, monkeypatch):

@@ -96,6 +96,71 @@ def test_a_rank_that_never_calls_is_an_error_that_names_the_rule():
     assert on_ranks(2, lambda these: these.agree(lambda: "same"), store) == [None, None]
 
 
+def test_a_rank_that_missed_a_call_joins_the_next_one(monkeypatch):
+    """Also when it comes first: it was given up in a round that it never called in."""
+    store = dist.HashStore()
+    with pytest.raises(RankError, match="rank 1 did not call"):
+        StoreRanks(store, 0, 2, 0.05).agree(lambda: "same")
+    waiting = threading.Event()
+    pause = ranks.time.sleep
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: (waiting.set(), pause(seconds)))
+
+    def work(these):
+        if these.rank == 0:
+            assert waiting.wait(30)
+        these.agree(lambda: "same")
+        return these.lead(lambda: "done")
+
+    assert on_ranks(2, work, store) == ["done", "done"]
+
+
+def test_a_leader_without_a_sign_of_life_is_given_up(monkeypatch):
+    """It has died in a way that the store does not notice (a store in a file)."""
+    monkeypatch.setattr(ranks, "_DEAD_AFTER", 0.0)
+    these = StoreRanks(dist.HashStore(), 1, 2, 30.0)
+    with pytest.raises(RankError, match="rank 0 has shown no sign of life") as caught:
+        these.lead(lambda: "")
+    assert caught.value.rank == 0
+
+
+def test_a_leader_that_works_for_long_shows_signs_of_life(monkeypatch):
+    """The others wait on as long as they come."""
+    monkeypatch.setattr(ranks, "_HEARTBEAT", 0.001)
+    store = dist.HashStore()
+    beaten = threading.Event()
+
+    def work(these):
+        these.agree(lambda: "same")
+        return these.lead(lambda: str(beaten.wait(30)))
+
+    def watch():
+        while store.add("streamexport/1/alive", 0) < 3:
+            ranks.time.sleep(0.001)
+        beaten.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert on_ranks(2, work, store) == ["True", "True"]
+    watcher.join()
+
+
+def test_an_error_without_a_text_is_told_all_the_same():
+    """Its __str__ fails: the other ranks hear of its type."""
+
+    class MuteError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    def plan(these):
+        if these.rank == 1:
+            raise MuteError
+        return "same"
+
+    results = on_ranks(2, lambda these: these.agree(lambda: plan(these)))
+    assert isinstance(results[1], MuteError)
+    assert str(results[0]) == "rank 1 failed: MuteError"
+
+
 def test_a_rank_0_that_never_calls_is_an_error_too(monkeypatch):
     """The others wait for its verdict, and not for ever."""
     monkeypatch.setattr(ranks, "_GRACE", 0.0)

@@ -83,6 +83,7 @@ def test_configuration_and_tokenizer_come_along(saved, tmp_path):
     (saved / "pytorch_model.bin").write_text("old")
     (saved / "adapter_config.json").write_text("{}")
     (saved / "optimizer.pt").write_text("state")
+    (saved / "model.safetensors.index.config.json").write_text("{}")
     export_sharded(saved, tmp_path / "out")
     assert files(tmp_path / "out") == {"config.json", "tokenizer.json", "modeling_mine.py", "model.safetensors"}
     assert (tmp_path / "out/config.json").read_bytes() == (saved / "config.json").read_bytes()

@@ -1,6 +1,6 @@
 """From a source's catalog to the tensors to write: settle ties, select, cast, rename. One rule a file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from streamexport.catalog import Catalog, Content, Join, Output, Segment, as_they_are, segments_of
@@ -35,11 +35,15 @@ class Layout:
     Attributes:
         outputs: the tensors, in the order in which shards are filled.
         tied: for each name that is not written, the name that holds its value.
+        dtype: what the first floating parameter is written in, as safetensors names it; None where there is none.
+        parameters: elements of all parameters.
         untied: names that the model declares tied and that have come apart.
         warnings: what the user should know.
     """
 
     outputs: Sequence[Output]
+    dtype: str | None
+    parameters: int
     tied: Mapping[str, str]
     untied: Sequence[str]
     warnings: Sequence[str]
@@ -67,13 +71,16 @@ def arrange(catalog: Catalog, choices: Choices) -> Layout:
     )
     _refuse_problems(names, catalog.problems)
     if not names:
-        msg = "there is no tensor to write"
+        msg = "there is no tensor to write" + (": all are left out" if offered else "")
         raise InvalidArgumentError(msg)
     tied = _drop(names, ties) if choices.tied == "drop" else {}
     outputs = {name: cast(offered[name]) for name in names if name not in tied}
+    unsaved = 0 if choices.include or choices.exclude or choices.trainable_only else catalog.unsaved_parameters
     renamed = rename_outputs(outputs, choices.rename)
     return Layout(
         list(renamed.values()),
+        cast.target or _first_dtype(catalog, outputs.values()),
+        _parameters(outputs.values()) + unsaved,
         {name: renamed[kept].spec.name for name, kept in tied.items()},
         untied,
         [*warnings, *select_warnings, *cast.warnings()],
@@ -129,6 +136,19 @@ def _drop(names: Sequence[str], ties: Mapping[str, str]) -> dict[str, str]:
         holders.setdefault(kept, kept if kept in selected else name)
     found = {name: holders[ties[name]] for name in names if name in ties}
     return {name: holder for name, holder in found.items() if name != holder}
+
+
+def _parameters(outputs: Iterable[Output]) -> int:
+    """Count the elements of parameters as ``num_parameters()`` does: once, under however many names."""
+    segments = {segment for output in outputs if output.spec.parameter for segment in segments_of(output.content)}
+    return sum(segment.numel for segment in segments)
+
+
+def _first_dtype(catalog: Catalog, outputs: Iterable[Output]) -> str | None:
+    """Return the dtype that a model's ``dtype`` tells: that of its first floating parameter, in its own order."""
+    written = {segment.tensor: output.spec.dtype for output in outputs for segment in segments_of(output.content)}
+    candidates = (spec.name for spec in catalog.specs.values() if spec.parameter and spec.floating)
+    return next((written[name] for name in candidates if name in written), None)
 
 
 def _refuse_problems(names: Sequence[str], problems: Mapping[str, str]) -> None:

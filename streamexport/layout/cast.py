@@ -39,12 +39,12 @@ class Cast:
 
     def __init__(self, dtype: object, keep_in_fp32: str | Sequence[str] | None) -> None:
         name = str(dtype).lower().removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else ""
-        self._target = _TARGETS.get(name)
-        if dtype is not None and self._target is None:
+        self.target = _TARGETS.get(name)
+        if dtype is not None and self.target is None:
             msg = f"dtype={dtype!r} is none that weights are cast to: expected one of {', '.join(_TARGETS)}, or None"
             raise InvalidArgumentError(msg)
         self._patterns = parse_patterns(keep_in_fp32, "keep_in_fp32") or ()
-        if self._patterns and self._target is None:
+        if self._patterns and self.target is None:
             msg = f"keep_in_fp32={keep_in_fp32!r} needs a dtype that the other tensors are cast to"
             raise InvalidArgumentError(msg)
         self._met: set[str] = set()
@@ -54,7 +54,7 @@ class Cast:
         spec = output.spec
         met = {pattern for pattern in self._patterns if fnmatchcase(spec.name, pattern)}
         self._met |= met
-        target = self._target
+        target = self.target
         if target is None or not spec.floating or spec.dtype == target:
             return output
         if target in _NARROW and (met or target in spec.fp32_instead_of):

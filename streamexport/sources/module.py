@@ -19,12 +19,13 @@ from streamexport.sources.transformers import (
     saved_as,
 )
 
+_CHECKPOINT_SEGMENT = "_checkpoint_wrapped_module"
 # Wrapper classes by qualified name (so that none has to be imported), and the attribute that holds what they wrap.
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": _CHECKPOINT_SEGMENT,
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "lightning.fabric.wrappers._FabricModule": "_forward_module",
     "lightning_fabric.wrappers._FabricModule": "_forward_module",
@@ -69,6 +70,7 @@ def module_source(module: torch.nn.Module, submodule: str | None = None) -> Tens
     aliases: dict[str, str] = {}
     specs: dict[str, TensorSpec] = {}
     problems: dict[str, str] = {}
+    unsaved = 0
     for raw_name, value in raw.items():
         name = _clean_name(raw_name, clean)
         if name in origin:
@@ -76,6 +78,7 @@ def module_source(module: torch.nn.Module, submodule: str | None = None) -> Tens
             raise UnsupportedSourceError(msg)
         origin[name] = raw_name
         if name in ignored:
+            unsaved += value.numel() if id(value) in parameters else 0
             continue
         if problem := find_problem(value):
             problems[name] = problem
@@ -85,7 +88,7 @@ def module_source(module: torch.nn.Module, submodule: str | None = None) -> Tens
         kept = first.setdefault(id(value), name)
         if kept != name:
             aliases[name] = kept
-    catalog = Catalog(specs, aliases, declared_ties(model), problems)
+    catalog = Catalog(specs, aliases, declared_ties(model), problems, unsaved)
     if not is_transformers_model(model):
         return TensorSource(tensors, catalog)
     specs = {
@@ -116,8 +119,14 @@ def _wrapped_attribute(module: torch.nn.Module) -> str | None:
 
 
 def _clean_paths(module: torch.nn.Module, path: str, clean: str) -> Iterator[tuple[str, str]]:
-    """Yield each module's path in the tree, and the same without wrappers' own segments."""
+    """Yield each module's path in the tree, and the same without wrappers' own segments.
+
+    Activation-checkpoint wrappers take their segment off the names of the state dict themselves, whatever is in them:
+    each path is also given as it is then.
+    """
     yield path, clean
+    if _CHECKPOINT_SEGMENT in path.split("."):
+        yield ".".join(part for part in path.split(".") if part != _CHECKPOINT_SEGMENT), clean
     wrapped = _wrapped_attribute(module)
     # Not named_children(), which leaves out a module's second name; state_dict() does not.
     for child_name, child in module._modules.items():  # noqa: SLF001

@@ -140,8 +140,9 @@ def _indexed_files(index: Path) -> Sequence[Path]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        msg = f"{index}: not a safetensors index ({type(error).__name__}: {error})"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "it has no weight_map of names to files"
+        msg = f"{index}: not a safetensors index: {reason}"
         raise FormatError(msg) from error
     files = []
     for name in names:

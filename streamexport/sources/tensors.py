@@ -40,12 +40,13 @@ def mapping_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
     """Return the source for a mapping of names to tensors, such as a state dict.
 
     Two names of one and the same view (storage, offset, shape and strides) are one tensor under two names. All
-    tensors are alive while they are compared, so that an address cannot have been used again, and views that only
-    overlap stay tensors of their own.
+    tensors are held while they are compared and written, so that an address cannot be used again by a mapping that
+    makes its values when asked; views that only overlap stay tensors of their own.
 
     Raises:
         InvalidArgumentError: a key that is not a string.
     """
+    tensors = dict(tensors)
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     specs: dict[str, TensorSpec] = {}
