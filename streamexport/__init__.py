@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamexport._version import __version__
 from streamexport.errors import (
+    CompanionError,
     FormatError,
     InvalidArgumentError,
     OutputError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from streamexport.report import ExportReport, FileReport, ProgressEvent
 
 __all__ = [
+    "CompanionError",
     "ExportPlan",
     "ExportReport",
     "FileReport",

@@ -2,15 +2,16 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from streamexport.catalog import Source
-from streamexport.companions import write_companions
+from streamexport.companions import Companions, check_companions, write_companions
 from streamexport.errors import InvalidArgumentError
 from streamexport.files import DirectIO, check_direct_io, choose_direct
 from streamexport.layout import Choices, Rename, Tied, arrange
@@ -39,6 +40,11 @@ def export_sharded(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    carry_over: bool = False,
+    tokenizer: Any = None,
+    processor: Any = None,
+    strict: bool = False,
     max_host_memory: int | str | None = None,
     direct_io: DirectIO = "auto",
     fsync: bool = True,
@@ -68,6 +74,12 @@ def export_sharded(
         tied: ``"drop"`` writes a tied weight once, as ``save_pretrained`` does; ``"duplicate"`` under all its names.
         rename: other names: a mapping of old ones to new ones, or a function. Patterns are matched before.
         submodule: the path of a part of a module, to export as if it were the whole: ``"policy"``.
+        base: the directory of the checkpoint that training began with. Its tokenizer and configuration files are
+            copied where the source has none, and tensors that it has and the model lacks are reported.
+        carry_over: write these, too, from the base's files.
+        tokenizer: saved beside the weights by its own ``save_pretrained``.
+        processor: the same.
+        strict: a file beside the weights that cannot be made is an error, and not only a warning.
         max_host_memory: the ring's budget in bytes, or as a string; ``None`` is 64 MiB.
         direct_io: ``"auto"`` writes past the page cache where the file system can; True and False force it.
         fsync: return only when all is durable.
@@ -79,6 +91,7 @@ def export_sharded(
         UnsupportedSourceError: the source holds something that cannot be exported right; it is named.
         FormatError: a tensor's name cannot be written, or a source file is malformed.
         OutputError: the output directory cannot take the export.
+        CompanionError: with ``strict``, a file beside the weights cannot be made.
         RankError: another rank failed, planned something else, or did not call.
         OSError: writing failed. As with every error: what was in ``out_dir`` before is as it was.
     """
@@ -87,11 +100,13 @@ def export_sharded(
 
     def prepare() -> str:
         check_peer_timeout(peer_timeout)
+        check_companions(tokenizer, processor)
         directory = _check_arguments(out_dir, direct_io, progress)
         opened, plan = _open_and_plan(
             source,
-            Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename),
+            Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename, carry_over),
             submodule=submodule,
+            base=base,
             max_shard_size=max_shard_size,
             variant=variant,
             max_host_memory=max_host_memory,
@@ -103,8 +118,23 @@ def export_sharded(
     opened, plan, directory = plans[0]
 
     def write() -> str:
+        # A directory's config.json is copied as it is unless a cast makes its dtype wrong.
+        known = dtype is not None or not isinstance(opened.companion_origin, Path)
         return _write(
-            opened, plan, directory, cast=dtype is not None, direct_io=direct_io, fsync=fsync, progress=progress
+            opened,
+            plan,
+            directory,
+            stage=partial(
+                _stage_companions,
+                Companions(opened.companion_origin, tokenizer, processor, Path(base) if base else None),
+                dtype=plan.dtype if known else None,
+                untied=bool(plan.untied),
+                strict=strict,
+                fsync=fsync,
+            ),
+            direct_io=direct_io,
+            fsync=fsync,
+            progress=progress,
         ).to_json()
 
     with closing(opened):
@@ -124,6 +154,8 @@ def plan_export(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    carry_over: bool = False,
     max_host_memory: int | str | None = None,
 ) -> ExportPlan:
     """Return what ``export_sharded`` would write, without writing anything or talking to other ranks.
@@ -132,8 +164,9 @@ def plan_export(
     """
     opened, plan = _open_and_plan(
         source,
-        Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename),
+        Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename, carry_over),
         submodule=submodule,
+        base=base,
         max_shard_size=max_shard_size,
         variant=variant,
         max_host_memory=max_host_memory,
@@ -158,6 +191,7 @@ def _open_and_plan(
     choices: Choices,
     *,
     submodule: str | None,
+    base: str | os.PathLike[str] | None,
     max_shard_size: int | str,
     variant: str | None,
     max_host_memory: int | str | None,
@@ -165,7 +199,7 @@ def _open_and_plan(
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     host_memory = BUFFERS * buffer_bytes(max_host_memory)
     check_variant(variant)
-    opened = open_source(source, submodule)
+    opened = open_source(source, submodule, base)
     layout = arrange(opened.catalog, choices)
     return opened, make_plan(layout, max_shard_size=shard_bytes, variant=variant, host_memory=host_memory)
 
@@ -175,7 +209,7 @@ def _write(
     plan: ExportPlan,
     out_dir: Path,
     *,
-    cast: bool,
+    stage: Callable[[Staging], tuple[list[FileReport], list[str]]],
     direct_io: DirectIO,
     fsync: bool,
     progress: Progress,
@@ -186,7 +220,8 @@ def _write(
     meter = MemoryMeter()
     with staged(out_dir, fsync=fsync) as staging:
         direct = choose_direct(staging.directory, direct_io)
-        files = _stage_companions(source, plan, staging, cast=cast, fsync=fsync)
+        # First: a configuration that cannot be saved is known before any weight is read.
+        files, failures = stage(staging)
         ring = Ring(lambda: open_lane(source.devices), plan.host_memory // BUFFERS)
         bar = ProgressMeter(progress, sum(shard.nbytes for shard in plan.shards))
 
@@ -195,7 +230,7 @@ def _write(
             bar.add(shard.filename, nbytes)
 
         with closing(bar):
-            synced = sweep(
+            swept = sweep(
                 plan.shards,
                 source,
                 ring,
@@ -212,8 +247,12 @@ def _write(
             files.append(FileReport(plan.index_filename, len(index), 0, "buffered"))
         durable = staging.publish([file.filename for file in files], plan.variant, fsync=fsync)
         meter.read()
-    warnings = [*plan.warnings, *staging.warnings]
-    if fsync and not (synced and durable):
+    warnings = [*failures, *plan.warnings, *staging.warnings]
+    warnings += [
+        f"{count} values of {name!r} are too large for {plan.dtype_of(name)} and became inf"
+        for name, count in swept.overflows.items()
+    ]
+    if fsync and not (swept.synced and durable):
         warnings.append("the file system has no fsync: the files are complete, but may not survive a loss of power")
     return ExportReport(
         out_dir=str(out_dir),
@@ -230,13 +269,11 @@ def _write(
 
 
 def _stage_companions(
-    source: Source, plan: ExportPlan, staging: Staging, *, cast: bool, fsync: bool
-) -> list[FileReport]:
-    """Stage the files beside the weights first: a configuration that cannot be saved costs no weights."""
-    origin = source.companion_origin
-    # A directory's config.json is copied as it is unless a cast makes its dtype wrong.
-    dtype = plan.dtype if cast or not isinstance(origin, Path) else None
+    companions: Companions, staging: Staging, *, dtype: str | None, untied: bool, strict: bool, fsync: bool
+) -> tuple[list[FileReport], list[str]]:
+    scratch = staging.scratch()
+    paths, failures = write_companions(companions, scratch, dtype, untied=untied, strict=strict)
+    names = {path.relative_to(scratch).as_posix(): path for path in paths}
     return [
-        FileReport(path.name, staging.adopt(path, fsync=fsync), 0, "buffered")
-        for path in write_companions(origin, staging.scratch(), dtype, untied=bool(plan.untied))
-    ]
+        FileReport(name, staging.adopt(path, name, fsync=fsync), 0, "buffered") for name, path in names.items()
+    ], failures

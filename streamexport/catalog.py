@@ -110,10 +110,17 @@ Content = tuple[Segment | Zeros | Join, ...]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor to write: its metadata, and where its elements come from."""
+    """One tensor to write.
+
+    Attributes:
+        spec: its metadata.
+        content: where its elements come from.
+        cast: whether they change their dtype on the way.
+    """
 
     spec: TensorSpec
     content: Content
+    cast: bool = False
 
 
 def segments_of(content: Content) -> Iterator[Segment]:
@@ -168,6 +175,7 @@ class Catalog:
             None where the source declares nothing and identity alone decides.
         problems: for each name that cannot be exported, why.
         unsaved_parameters: elements of parameters that the model has and by its own declaration never saves.
+        base: tensors of the checkpoint that the source began with, by the names that ``read`` knows them under.
         saved_as: tells how the tensors of some specs are saved: under which names and in which form. As they are,
             where nothing else is known.
     """
@@ -177,7 +185,12 @@ class Catalog:
     declared_ties: Mapping[str, str] | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
     unsaved_parameters: int = 0
+    base: Mapping[str, TensorSpec] = field(default_factory=dict)
     saved_as: Callable[[Sequence[TensorSpec]], Sequence[Output]] = as_they_are
+
+    def stored_dtype(self, tensor: str) -> str:
+        """Return the dtype of a tensor that ``read`` knows."""
+        return (self.specs.get(tensor) or self.base[tensor]).dtype
 
 
 class Source(Protocol):

@@ -54,6 +54,13 @@ TrainableOnly = Annotated[bool, typer.Option("--trainable-only", help="Leave out
 Tied = Annotated[str, typer.Option(help="drop writes a tied weight once, duplicate under all its names.")]
 Rename = Annotated[list[str] | None, typer.Option(help="OLD=NEW, another name for a tensor; may be repeated.")]
 Submodule = Annotated[str | None, typer.Option(help="The path of a part of the module, to export as the whole.")]
+Base = Annotated[
+    str | None,
+    typer.Option(help="The directory of the checkpoint that training began with: gives tokenizer and configuration."),
+]
+CarryOver = Annotated[
+    bool, typer.Option("--carry-over", help="Write the tensors, too, that the base has and the model lacks.")
+]
 HostMemory = Annotated[str | None, typer.Option(help="Budget of the ring of buffers.  [default: 64MiB]")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show a traceback when something fails.")]
@@ -80,9 +87,14 @@ def export(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: Submodule = None,
+    base: Base = None,
+    carry_over: CarryOver = False,
     max_host_memory: HostMemory = None,
     direct_io: Annotated[str, typer.Option(help="auto, on or off: write past the page cache.")] = "auto",
     fsync: Annotated[bool, typer.Option(help="Return only when all is durable.")] = True,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where a file beside the weights cannot be made.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar and no report.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -106,9 +118,12 @@ def export(
             tied=_tied(tied),
             rename=_renames(rename),
             submodule=submodule,
+            base=base,
+            carry_over=carry_over,
             max_host_memory=_size(max_host_memory) if max_host_memory else None,
             direct_io=direct,
             fsync=fsync,
+            strict=strict,
             progress=False if quiet else None,
         )
         if _end_ranks() == 0 and (as_json or not quiet):
@@ -130,6 +145,8 @@ def plan(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: Submodule = None,
+    base: Base = None,
+    carry_over: CarryOver = False,
     max_host_memory: HostMemory = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -151,6 +168,8 @@ def plan(
             tied=_tied(tied),
             rename=_renames(rename),
             submodule=submodule,
+            base=base,
+            carry_over=carry_over,
             max_host_memory=_size(max_host_memory) if max_host_memory else None,
         )
         if _end_ranks() == 0:

@@ -1,68 +1,158 @@
-"""The files beside the weights that make a directory loadable: configuration, generation configuration, tokenizer."""
+"""The files beside the weights that make a directory loadable: configuration, custom code, tokenizer, processor.
+
+Each kind is written on its own, and one that fails costs no weights: it becomes a warning, or an error before any
+weight is read where the caller is strict.
+"""
 
 import copy
 import json
 import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-# What a model directory holds beside weights, their indexes and training state; for writing a directory again.
-_COPIED_PATTERNS = (
-    "*config*.json",
+from streamexport.errors import CompanionError, InvalidArgumentError
+
+# What a model directory holds beside weights, their indexes and training state.
+_TOKENIZER_PATTERNS = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
     "*.model",
+    "*.tiktoken",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "*.py",
+    "additional_chat_templates/*.jinja",
 )
+_OTHER_PATTERNS = ("*config*.json", "*.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Where the files beside the weights come from.
+
+    Attributes:
+        origin: what weights come from: a transformers model, the path of a model directory, or None for nothing.
+        tokenizer: an object with a ``save_pretrained`` of its own; so is ``processor``.
+        base: a model directory whose files are taken where nothing else gives them.
+    """
+
+    origin: object | None = None
+    tokenizer: Any = None
+    processor: Any = None
+    base: Path | None = None
 
 
 def write_companions(
-    origin: object | None, directory: Path, dtype: str | None, *, untied: bool = False
-) -> list[Path]:
-    """Write the files that belong beside the weights into an empty directory; return them.
+    companions: Companions, directory: Path, dtype: str | None, *, untied: bool, strict: bool
+) -> tuple[list[Path], list[str]]:
+    """Write the files that belong beside the weights into an empty directory.
 
     Args:
-        origin: a transformers model, the path of a model directory, or None for nothing.
+        companions: where they come from.
         directory: where to.
-        dtype: the torch name of the dtype that weights are written in, for ``config.json``.
+        dtype: the torch name of the dtype that weights are written in, for ``config.json``; None leaves it.
         untied: weights that the configuration calls tied are written each for itself.
+        strict: raise what fails.
+
+    Returns:
+        The files, and what failed.
 
     Raises:
-        ValueError: from transformers, for a configuration that it refuses to save.
+        CompanionError: something failed, and ``strict`` is set.
     """
-    if isinstance(origin, Path):
-        _copy_companions(origin, directory, dtype)
-    elif origin is not None:
-        _save_configs(origin, directory, dtype, untied=untied)
-    return sorted(path for path in directory.iterdir() if path.is_file())
+    failures = []
+    for what, step in _steps(companions, directory, dtype, untied=untied):
+        if failure := _failure(step):
+            if strict:
+                msg = f"{what} could not be saved: {failure}"
+                raise CompanionError(msg)
+            failures.append(f"{what} could not be saved: {failure}")
+    return sorted(path for path in directory.rglob("*") if path.is_file()), failures
 
 
-def _save_configs(model: Any, directory: Path, dtype: str | None, *, untied: bool) -> None:
-    """Save copies: ``save_pretrained`` itself writes dtype and architectures into the live configuration."""
-    config = copy.deepcopy(model.config)
+def _steps(
+    companions: Companions, directory: Path, dtype: str | None, *, untied: bool
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what there is to do, later steps over earlier ones: what it is called, and a function that does it."""
+    origin, givers = companions.origin, [companions.tokenizer, companions.processor]
+    patterns = (
+        _OTHER_PATTERNS if any(giver is not None for giver in givers) else _OTHER_PATTERNS + _TOKENIZER_PATTERNS
+    )
+    for source in (companions.base, origin):
+        if isinstance(source, Path):
+            yield f"files of {source}", partial(_copy, source, directory, patterns)
+    if origin is not None and not isinstance(origin, Path):
+        yield f"the configuration of {type(origin).__name__}", partial(_save_model, origin, directory, untied=untied)
+    for giver in givers:
+        if giver is not None:
+            yield type(giver).__name__, partial(giver.save_pretrained, directory)
     if dtype is not None:
-        config.dtype = dtype
+        yield "the dtype in config.json", partial(_set_dtype, directory / "config.json", dtype)
+
+
+def _failure(step: Callable[[], object]) -> str | None:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - whatever others' code raises costs no weights
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _save_model(model: Any, directory: Path, *, untied: bool) -> None:
+    """Let a model's own ``save_pretrained`` write all but the weights, which it is given none of.
+
+    It is called on a shallow copy with a configuration of its own, because it writes into the configuration.
+    """
+    twin = copy.copy(model)
+    twin.config = copy.deepcopy(model.config)
     if untied:
-        config.tie_word_embeddings = False
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(directory)
-    if model.can_generate():
-        copy.deepcopy(model.generation_config).save_pretrained(directory)
+        twin.config.tie_word_embeddings = False
+    if getattr(model, "generation_config", None) is not None:
+        twin.generation_config = copy.deepcopy(model.generation_config)
+    logging = sys.modules["transformers.utils.logging"]
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        twin.save_pretrained(directory, state_dict={})
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
-def _copy_companions(origin: Path, directory: Path, dtype: str | None) -> None:
-    for pattern in _COPIED_PATTERNS:
+def _copy(origin: Path, directory: Path, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
         for path in origin.glob(pattern):
+            # Indexes of weights match the configurations' pattern where the variant is called so.
             if path.is_file() and not path.name.startswith("adapter_") and ".safetensors.index." not in path.name:
-                shutil.copyfile(path, directory / path.name)
-    config = directory / "config.json"
-    if dtype is not None and config.is_file():
-        content = json.loads(config.read_text(encoding="utf-8"))
-        # transformers 4 writes torch_dtype, transformers 5 dtype; both are read.
-        for key in {"dtype", "torch_dtype"} & set(content):
-            content[key] = dtype
+                target = directory / path.relative_to(origin)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def _set_dtype(config: Path, dtype: str) -> None:
+    if not config.is_file():
+        return
+    content = json.loads(config.read_text(encoding="utf-8"))
+    # transformers 4 writes torch_dtype, transformers 5 dtype; both are read.
+    keys = {"dtype", "torch_dtype"} & set(content) or {"dtype"}
+    if any(content.get(key) != dtype for key in keys):
+        content.update(dict.fromkeys(keys, dtype))
         config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_companions(tokenizer: object, processor: object) -> None:
+    """Refuse what cannot give companions.
+
+    Raises:
+        InvalidArgumentError: a tokenizer or processor without ``save_pretrained``.
+    """
+    for name, thing in (("tokenizer", tokenizer), ("processor", processor)):
+        if thing is not None and not callable(getattr(thing, "save_pretrained", None)):
+            msg = f"{name}={type(thing).__name__}: expected an object with a save_pretrained method"
+            raise InvalidArgumentError(msg)

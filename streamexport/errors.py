@@ -5,6 +5,7 @@
     ├── UnsupportedSourceError (TypeError)  the source holds something that cannot be exported right
     ├── FormatError (ValueError)            a safetensors file is malformed, or cannot name what it should hold
     ├── OutputError (OSError)               the output directory or its file system refuses the export
+    ├── CompanionError (RuntimeError)       a file beside the weights cannot be made, and the caller is strict
     └── RankError (RuntimeError)            another rank failed, disagrees, or never came
 
 An ``OSError`` of the operating system itself (a full disk, a failing device) is raised as it came, with the
@@ -30,6 +31,10 @@ class FormatError(StreamexportError, ValueError):
 
 class OutputError(StreamexportError, OSError):
     """The output directory, or the file system under it, refuses the export."""
+
+
+class CompanionError(StreamexportError, RuntimeError):
+    """A configuration, tokenizer or processor could not be saved, and the caller is strict."""
 
 
 class RankError(StreamexportError, RuntimeError):

@@ -73,6 +73,11 @@ class ExportPlan:
         """The index's name; None where one file holds everything."""
         return index_filename(self.variant) if len(self.shards) > 1 else None
 
+    def dtype_of(self, name: str) -> str:
+        """The torch name of the dtype that a tensor is written in."""
+        outputs = next(shard.outputs for shard in self.shards if name in shard.outputs)
+        return _torch_name(outputs[name].spec.dtype)
+
     @property
     def needed_disk(self) -> int:
         """Bytes of disk the export needs free: an earlier export stays until the new one is in place."""
@@ -147,6 +152,10 @@ class ExportPlan:
         )
 
 
+def _torch_name(dtype: str) -> str:
+    return str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+
+
 def weights_filename(variant: str | None) -> str:
     """The name of a one-file export, as transformers' ``_add_variant`` makes it."""
     return f"model.{variant}.safetensors" if variant else "model.safetensors"
@@ -201,7 +210,7 @@ def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_
         max_shard_size=max_shard_size,
         total_size=sum(output.spec.nbytes for output in layout.outputs),
         total_parameters=layout.parameters,
-        dtype=str(TORCH_DTYPES[layout.dtype]).removeprefix("torch.") if layout.dtype else None,
+        dtype=_torch_name(layout.dtype) if layout.dtype else None,
         host_memory=host_memory,
         variant=variant,
         tied=layout.tied,

@@ -53,7 +53,7 @@ class Staging:
 
     def path(self, filename: str) -> Path:
         """Where to write a file of that final name."""
-        return self._new / (filename + _SUFFIX)
+        return self._new / _flat(filename)
 
     def write(self, filename: str, content: bytes, *, fsync: bool) -> None:
         """Stage a small file."""
@@ -68,13 +68,13 @@ class Staging:
         """Return a new empty directory that goes with the staging directory."""
         return Path(tempfile.mkdtemp(dir=self.directory))
 
-    def adopt(self, path: Path, *, fsync: bool) -> int:
-        """Stage a file that is in ``scratch()`` under its own name; return its size in bytes."""
+    def adopt(self, path: Path, filename: str, *, fsync: bool) -> int:
+        """Stage a file that is in ``scratch()``; return its size in bytes."""
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             if fsync:
                 sync(file.fileno())
-        self._move(path, self.path(path.name))
+        self._move(path, self.path(filename))
         return nbytes
 
     def discard(self) -> bool:
@@ -102,12 +102,13 @@ class Staging:
         self.holds_earlier_set = True
         try:
             for filename in superseded:
-                self._move(self.out_dir / filename, self._old / (filename + _SUFFIX))
+                self._move(self.out_dir / filename, self._old / _flat(filename))
             placing = True
             for filename in filenames:
                 if filename == filenames[-1] and fsync:
                     # What the entry point names must be there before it, also after a loss of power.
                     durable = sync_directory(self.out_dir) and durable
+                (self.out_dir / filename).parent.mkdir(exist_ok=True)
                 self._move(self.path(filename), self.out_dir / filename)
             if fsync:
                 durable = sync_directory(self.out_dir) and durable
@@ -130,7 +131,7 @@ class Staging:
                 path.unlink(missing_ok=True)
         failure = None
         for filename in reversed(superseded):
-            aside = self._old / (filename + _SUFFIX)
+            aside = self._old / _flat(filename)
             # Where both are there, a copy aside was cut off: what is in place is whole.
             if os.path.lexists(aside) and not os.path.lexists(self.out_dir / filename):
                 try:
@@ -150,7 +151,9 @@ class Staging:
         there = sorted(entry.name for entry in os.scandir(self.out_dir) if not entry.is_dir(follow_symlinks=False))
         first = [name for name in entries if name in there]
         rest = [name for name in there if name not in entries and (name in filenames or shard.fullmatch(name))]
-        return first + rest
+        # Some companions lie in folders.
+        deeper = [name for name in filenames if "/" in name and os.path.lexists(self.out_dir / name)]
+        return first + rest + deeper
 
     def _move(self, origin: Path, target: Path) -> None:
         """Rename, or copy where the file system cannot rename."""
@@ -239,6 +242,11 @@ def make_directory(path: Path) -> list[Path]:
             if last and not path.is_dir():
                 raise
     return missing
+
+
+def _flat(filename: str) -> str:
+    """The name under which a file is staged, or moved aside: no loader matches it."""
+    return filename.replace("/", "%") + _SUFFIX
 
 
 def _sync_parent(directory: Path) -> bool:

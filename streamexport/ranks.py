@@ -102,7 +102,7 @@ class StoreRanks:
         # Rank 0 may come as late as any other, and then wait as long for the others.
         deadline = time.monotonic() + 2 * self._peer_timeout + _GRACE
         verdict = None
-        if self.rank == 0 or self._join(deadline):
+        if self.rank == 0 or self._join(mine, deadline):
             self._post(f"arrived/{self.rank}", mine)
             if self.rank == 0:
                 self._post("verdict", self._compare(mine))
@@ -131,24 +131,42 @@ class StoreRanks:
             self._post("outcome", {"result": result})
         return result
 
-    def _join(self, deadline: float) -> bool:
-        """Wait for a round that this rank has not been in; return whether there was one."""
+    def _join(self, mine: dict[str, str], deadline: float) -> bool:
+        """Wait for this rank's next round, past those in which it was given up; return whether there was one.
+
+        A call after rank 0 has given this rank up may be the one that rank 0 waited for, late, or the next: what rank
+        0 planned in the two rounds tells, if anything does.
+        """
         patience: float | None = None
+        late: int | None = None
         with _answering():
             joined = self._store.add(f"joined/{self.rank}", 0)
+            self._round = joined + 1
             for now in _moments():
-                self._round = self._store.add("rounds", 0)
-                if self._round > joined:
-                    verdict = self._peek("verdict")
-                    if not (verdict and verdict.get("absent") and verdict["rank"] == self.rank):
+                opened = self._store.add("rounds", 0)
+                while self._round <= opened and self._given_up():
+                    late = self._round if self._peek("arrived/0") == mine else late
+                    self._round += 1
+                if self._round <= opened:
+                    leaders = self._peek("arrived/0")
+                    if late is None or leaders == mine:
                         break
+                    if leaders is not None:
+                        self._round = late
+                        break
+                elif opened > joined:
                     patience = patience or now + min(self._peer_timeout, _LATE_GRACE)
                     if now > patience:
+                        self._round = opened
                         break
                 elif now > deadline:
                     return False
             self._store.add(f"joined/{self.rank}", self._round - joined)
         return True
+
+    def _given_up(self) -> bool:
+        verdict = self._peek("verdict")
+        return bool(verdict) and self.rank in verdict.get("absent", ())
 
     @contextlib.contextmanager
     def _heartbeat(self) -> Iterator[None]:
@@ -176,7 +194,8 @@ class StoreRanks:
             theirs = self._fetch(f"arrived/{rank}", deadline)
             message = None
             if theirs is None:
-                return {"rank": rank, "message": self._absence(rank), "absent": True}
+                absent = [late for late in range(self._world_size) if self._peek(f"arrived/{late}") is None]
+                return {"rank": rank, "message": self._absence(rank), "absent": absent}
             if "error" in theirs:
                 message = f"rank {rank} failed: {theirs['error']}"
             elif theirs != mine and "digest" in mine:

@@ -7,8 +7,8 @@ and memory does not depend on the sizes of tensors or files. While one part is w
 
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from streamexport.catalog import Source, Zeros, runs_of
 from streamexport.files import OutputFile
+from streamexport.overflow import count_overflows
 from streamexport.plan import Shard
 from streamexport.safetensors_format import TORCH_DTYPES, Extent, itemsize
 from streamexport.staging import Ring, Slot
@@ -35,6 +36,19 @@ class Part:
     places: Sequence[tuple[str, Extent]]
 
 
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What is known after a sweep.
+
+    Attributes:
+        synced: whether every file was made durable.
+        overflows: how many finite values of a tensor a cast has made infinite, by the tensor's name.
+    """
+
+    synced: bool
+    overflows: Mapping[str, int]
+
+
 def sweep(
     shards: Sequence[Shard],
     source: Source,
@@ -44,7 +58,7 @@ def sweep(
     direct: bool,
     fsync: bool,
     on_written: Callable[[Shard, int], None],
-) -> bool:
+) -> Swept:
     """Write all files of a plan.
 
     Args:
@@ -57,7 +71,7 @@ def sweep(
         on_written: told, on this thread, of each part written: its file and bytes.
 
     Returns:
-        Whether every file was made durable.
+        What is known after.
 
     Raises:
         OSError: a file cannot be written. No thread is left, and no file open.
@@ -67,23 +81,24 @@ def sweep(
     for slot in ring.slots:
         free.put(slot)
 
-    def carry(part: Part, before: Future[None] | None) -> None:
+    def carry(part: Part, before: Future[dict[str, int]] | None) -> dict[str, int]:
         slot = free.get()
         try:
             with torch.no_grad():
-                _fill(slot, part, source)
-            slot.lane.finish()
+                overflows = _fill(slot, part, source)
             if before is not None:
                 wait([before])  # It was handed out earlier, so a thread is at it or done.
             files.write(part, slot.view[: part.stop - part.start])
+            return overflows
         finally:
             free.put(slot)
 
-    pending: deque[tuple[Part, Future[None]]] = deque()
+    pending: deque[tuple[Part, Future[dict[str, int]]]] = deque()
+    overflows: Counter[str] = Counter()
 
     def settle_oldest() -> None:
         part, future = pending.popleft()
-        future.result()
+        overflows.update(future.result())
         on_written(part.shard, part.stop - part.start)
 
     pool = ThreadPoolExecutor(len(ring.slots), thread_name_prefix="streamexport")
@@ -98,7 +113,7 @@ def sweep(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         files.close()
-    return files.synced
+    return Swept(files.synced, overflows)
 
 
 class _Files:
@@ -150,18 +165,26 @@ def _parts(shards: Sequence[Shard], size: int) -> Iterator[Part]:
             yield Part(shard, start, stop, places[first:last])
 
 
-def _fill(slot: Slot, part: Part, source: Source) -> None:
-    """Bring a part's bytes into a buffer: the header's, then each tensor's that lies in it."""
+def _fill(slot: Slot, part: Part, source: Source) -> dict[str, int]:
+    """Bring a part's bytes into a buffer: the header's, then each tensor's that lies in it; count what overflowed."""
     if prefix := part.shard.header.prefix[part.start : part.stop]:
         slot.view[: len(prefix)] = prefix
+    pieces = []
     for name, extent in part.places:
         start, stop = max(extent.start, part.start), min(extent.stop, part.stop)
         # Tensors lie at multiples of their item's size, and parts at multiples of a page: no element is cut.
         piece = slot.tensor[start - part.start : stop - part.start].view(TORCH_DTYPES[extent.dtype])
-        first = (start - extent.start) // itemsize(extent.dtype)
-        for segment, begin, count in runs_of(part.shard.outputs[name].content, first, piece.numel()):
+        output, first = part.shard.outputs[name], (start - extent.start) // itemsize(extent.dtype)
+        done = 0
+        for segment, begin, count in runs_of(output.content, first, piece.numel()):
+            place = piece[done : done + count]
             if isinstance(segment, Zeros):
-                piece[:count].zero_()
+                place.zero_()
             else:
-                source.read(segment, begin, piece[:count], slot.lane.copy)
-            piece = piece[count:]
+                source.read(segment, begin, place, slot.lane.copy)
+            done += count
+        if output.cast:
+            pieces.append((name, piece, output, first))
+    slot.lane.finish()
+    counts = {name: count_overflows(piece, output, first, source, slot.lane) for name, piece, output, first in pieces}
+    return {name: count for name, count in counts.items() if count}

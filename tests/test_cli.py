@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from oracles import assert_same, files, load
 from typer.testing import CliRunner
 
@@ -94,6 +95,20 @@ def test_names_and_ties_can_be_chosen(call, model, tmp_path):
     options = ("--submodule", "1", "--rename", "weight=w", "--rename", "bias=b", "--tied", "duplicate", "--quiet")
     assert call("export", "usercode:build_model", "out", *options)[0] == 0
     assert_same(load(tmp_path / "out"), {"w": model[1].weight, "b": model[1].bias})
+
+
+def test_a_base_gives_companions_and_missing_tensors(call, model, tmp_path):
+    """--base and --carry-over; with --strict a file that cannot be made is a failure."""
+    export_sharded({"extra": torch.ones(3)}, tmp_path / "base")
+    (tmp_path / "base/config.json").write_text("{}")
+    options = ("--base", "base", "--carry-over", "--strict", "--quiet")
+    assert call("export", "usercode:build_model", "out", *options)[0] == 0
+    assert_same(load(tmp_path / "out"), {**model.state_dict(), "extra": torch.ones(3)})
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"dtype": "float32"}
+    (tmp_path / "base/config.json").write_text("[")
+    code, _, err = call("export", "usercode:build_model", "out", *options)
+    assert code == 1
+    assert "the dtype in config.json could not be saved" in err
 
 
 def test_quiet_prints_nothing(call):

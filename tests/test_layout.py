@@ -152,3 +152,27 @@ def test_unknown_choices_are_refused(tied):
     """Before anything is read."""
     with pytest.raises(InvalidArgumentError, match="expected one of 'drop', 'duplicate'"):
         plan_export(tied, tied="keep")
+
+
+def test_values_that_a_cast_makes_infinite_are_counted(tmp_path):
+    """By tensor; what was infinite or no number before is none of these, and neither is what fits."""
+    values = {
+        "large": torch.full((70_000,), 1e5),
+        "mixed": torch.tensor([1.0, float("inf"), 7e4, float("nan"), -float("inf"), -1e9]),
+        "brain": torch.full((3,), 1e30).bfloat16(),
+        "double": torch.full((2,), 1e300, dtype=torch.float64),
+        "fits": torch.tensor([65504.0, float("inf")]),
+        "half": torch.full((4,), float("inf")).half(),
+        "column": torch.tensor([[1.0, 7e4], [2.0, 8e4]]).t(),
+    }
+    report = export_sharded(values, tmp_path, "40KB", dtype="float16", max_host_memory="256KiB")
+    assert sorted(report.warnings) == [
+        "2 values of 'column' are too large for float16 and became inf",
+        "2 values of 'double' are too large for float16 and became inf",
+        "2 values of 'mixed' are too large for float16 and became inf",
+        "3 values of 'brain' are too large for float16 and became inf",
+        "70000 values of 'large' are too large for float16 and became inf",
+    ]
+    assert_same(load(tmp_path), {name: value.half().contiguous() for name, value in values.items()})
+    assert not export_sharded(values, tmp_path / "wide", dtype="float64").warnings
+    assert len(export_sharded(values, tmp_path / "bf16", dtype="bfloat16").warnings) == 1

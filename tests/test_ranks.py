@@ -114,6 +114,44 @@ def test_a_rank_that_missed_a_call_joins_the_next_one(monkeypatch):
     assert on_ranks(2, work, store) == ["done", "done"]
 
 
+def test_a_late_call_is_told_from_the_next_by_what_is_exported():
+    """The rank that was given up comes with the plan of then, while rank 0 is at the next."""
+    store = dist.HashStore()
+    with pytest.raises(RankError, match="rank 1 did not call"):
+        StoreRanks(store, 0, 2, 0.05).agree(lambda: "first")
+
+    def work(these):
+        if these.rank == 1:
+            with pytest.raises(RankError, match="rank 1 did not call"):
+                these.agree(lambda: "first")
+        other = StoreRanks(store, these.rank, 2, 30.0)
+        other.agree(lambda: "second")
+        return other.lead(lambda: "done")
+
+    assert on_ranks(2, work, store) == ["done", "done"]
+
+
+def test_a_leader_that_fails_early_and_goes_on_leaves_no_rank_behind():
+    """Each rank takes rounds in their order, also one that comes when the next has been opened."""
+    store = dist.HashStore()
+    leader_failed = threading.Event()
+
+    def work(these):
+        other = StoreRanks(store, these.rank, 2, 30.0)
+        if these.rank == 0:
+            with pytest.raises(ValueError, match="no"):
+                these.agree(lambda: int("no"))
+            leader_failed.set()
+        else:
+            assert leader_failed.wait(30)
+            with pytest.raises(RankError, match="rank 0 failed: ValueError"):
+                these.agree(lambda: "same")
+        other.agree(lambda: "same")
+        return other.lead(lambda: "done")
+
+    assert on_ranks(2, work, store) == ["done", "done"]
+
+
 def test_a_leader_without_a_sign_of_life_is_given_up(monkeypatch):
     """It has died in a way that the store does not notice (a store in a file)."""
     monkeypatch.setattr(ranks, "_DEAD_AFTER", 0.0)

@@ -28,6 +28,7 @@ ROOMS = [
     "plan",
     "files",
     "staging",
+    "overflow",
     "sweep",
     "publish",
     "companions",
@@ -90,6 +91,7 @@ def test_the_public_names_are_these():
     """A change here is a change for users."""
     assert streamexport.__all__ == sorted(streamexport.__all__)
     assert set(streamexport.__all__) == {
+        "CompanionError",
         "ExportPlan",
         "ExportReport",
         "FileReport",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from streamexport.catalog import Catalog, Content, Join, Output, Segment, as_they_are, segments_of
 from streamexport.errors import InvalidArgumentError, UnsupportedSourceError
+from streamexport.layout.base import compare_with_base
 from streamexport.layout.cast import Cast
 from streamexport.layout.rename import Rename, rename_outputs
 from streamexport.layout.select import select
@@ -26,6 +27,7 @@ class Choices:
     trainable_only: bool = False
     tied: Tied = "drop"
     rename: Rename = None
+    carry_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ def arrange(catalog: Catalog, choices: Choices) -> Layout:
         raise InvalidArgumentError(msg)
     cast = Cast(choices.dtype, choices.keep_in_fp32)
     offered, ties, untied, warnings = _saved(catalog)
+    carried, base_warnings = compare_with_base(offered, catalog.base, carry_over=choices.carry_over)
+    offered = {**offered, **carried}
     names, select_warnings = select(
         [*offered, *catalog.problems],
         choices.include,
@@ -83,7 +87,7 @@ def arrange(catalog: Catalog, choices: Choices) -> Layout:
         _parameters(outputs.values()) + unsaved,
         {name: renamed[kept].spec.name for name, kept in tied.items()},
         untied,
-        [*warnings, *select_warnings, *cast.warnings()],
+        [*warnings, *base_warnings, *select_warnings, *cast.warnings()],
     )
 
 

@@ -59,7 +59,7 @@ class Cast:
             return output
         if target in _NARROW and (met or target in spec.fp32_instead_of):
             target = "F32"
-        return replace(output, spec=replace(spec, dtype=target))
+        return replace(output, spec=replace(spec, dtype=target), cast=spec.dtype != target)
 
     def warnings(self) -> list[str]:
         """Say which patterns met no tensor."""

@@ -8,6 +8,7 @@ import torch
 
 from streamexport.catalog import Source
 from streamexport.errors import InvalidArgumentError
+from streamexport.sources.based import BasedSource
 from streamexport.sources.module import module_source
 from streamexport.sources.safetensors import SafetensorsSource
 from streamexport.sources.tensors import mapping_source
@@ -15,18 +16,29 @@ from streamexport.sources.tensors import mapping_source
 __all__ = ["open_source"]
 
 
-def open_source(source: object, submodule: str | None = None) -> Source:
+def open_source(source: object, submodule: str | None = None, base: str | os.PathLike[str] | None = None) -> Source:
     """Return the source for an engine or module, a mapping of names to tensors, or a safetensors path.
 
     Args:
         source: what the user gave.
         submodule: the path of a part of a module, to take as the whole.
+        base: the directory of the checkpoint that the weights began with.
 
     Raises:
-        InvalidArgumentError: it is none of these, or there is no such part.
+        InvalidArgumentError: it is none of these, or there is no such part or directory.
         UnsupportedSourceError: an engine or module that cannot be exported right, by name.
         FormatError: a safetensors file is malformed.
     """
+    opened = _open(source, submodule)
+    if base is None:
+        return opened
+    if not Path(base).is_dir():
+        msg = f"base={os.fspath(base)!r}: expected a local model directory"
+        raise InvalidArgumentError(msg)
+    return BasedSource(opened, SafetensorsSource(Path(base)))
+
+
+def _open(source: object, submodule: str | None) -> Source:
     if isinstance(source, torch.nn.Module):
         return module_source(source, submodule)
     if submodule is not None:
