@@ -21,7 +21,7 @@ from streamexport.publish import Staging, check_out_dir, staged
 from streamexport.ranks import DEFAULT_PEER_TIMEOUT, check_peer_timeout, open_ranks
 from streamexport.report import PROGRESS_HELP, ExportReport, FileReport, Progress, ProgressMeter
 from streamexport.sizes import DEFAULT_MAX_SHARD_SIZE, parse_size
-from streamexport.sources import open_source
+from streamexport.sources import Lora, open_source
 from streamexport.staging import BUFFERS, Ring, buffer_bytes, open_lane
 from streamexport.sweep import sweep
 
@@ -40,6 +40,7 @@ def export_sharded(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: str | None = None,
+    lora: Lora | None = None,
     base: str | os.PathLike[str] | None = None,
     carry_over: bool = False,
     tokenizer: Any = None,
@@ -74,6 +75,9 @@ def export_sharded(
         tied: ``"drop"`` writes a tied weight once, as ``save_pretrained`` does; ``"duplicate"`` under all its names.
         rename: other names: a mapping of old ones to new ones, or a function. Patterns are matched before.
         submodule: the path of a part of a module, to export as if it were the whole: ``"policy"``.
+        lora: what becomes of PEFT adapters. ``"adapter"``, the default where there are any, writes the active one
+            as peft does (``adapter_model.safetensors``, ``adapter_config.json``); ``"merge"`` the model with LoRA
+            added to its weights, block by block; ``"base"`` the model without.
         base: the directory of the checkpoint that training began with. Its tokenizer and configuration files are
             copied where the source has none, and tensors that it has and the model lacks are reported.
         carry_over: write these, too, from the base's files.
@@ -106,6 +110,7 @@ def export_sharded(
             source,
             Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename, carry_over),
             submodule=submodule,
+            lora=lora,
             base=base,
             max_shard_size=max_shard_size,
             variant=variant,
@@ -154,6 +159,7 @@ def plan_export(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: str | None = None,
+    lora: Lora | None = None,
     base: str | os.PathLike[str] | None = None,
     carry_over: bool = False,
     max_host_memory: int | str | None = None,
@@ -166,6 +172,7 @@ def plan_export(
         source,
         Choices(dtype, keep_in_fp32, include, exclude, trainable_only, tied, rename, carry_over),
         submodule=submodule,
+        lora=lora,
         base=base,
         max_shard_size=max_shard_size,
         variant=variant,
@@ -191,6 +198,7 @@ def _open_and_plan(
     choices: Choices,
     *,
     submodule: str | None,
+    lora: Lora | None,
     base: str | os.PathLike[str] | None,
     max_shard_size: int | str,
     variant: str | None,
@@ -199,9 +207,15 @@ def _open_and_plan(
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     host_memory = BUFFERS * buffer_bytes(max_host_memory)
     check_variant(variant)
-    opened = open_source(source, submodule, base)
+    opened = open_source(source, submodule, lora, base)
     layout = arrange(opened.catalog, choices)
-    return opened, make_plan(layout, max_shard_size=shard_bytes, variant=variant, host_memory=host_memory)
+    return opened, make_plan(
+        layout,
+        max_shard_size=shard_bytes,
+        variant=variant,
+        weights_name=opened.catalog.weights_name,
+        host_memory=host_memory,
+    )
 
 
 def _write(
@@ -245,7 +259,7 @@ def _write(
             index = plan.index_json()
             staging.write(plan.index_filename, index, fsync=fsync)
             files.append(FileReport(plan.index_filename, len(index), 0, "buffered"))
-        durable = staging.publish([file.filename for file in files], plan.variant, fsync=fsync)
+        durable = staging.publish([file.filename for file in files], plan.variant, plan.weights_name, fsync=fsync)
         meter.read()
     warnings = [*failures, *plan.warnings, *staging.warnings]
     warnings += [

@@ -16,6 +16,7 @@ from streamexport.sizes import DEFAULT_MAX_SHARD_SIZE
 if TYPE_CHECKING:
     from streamexport.files import DirectIO
     from streamexport.layout import Tied as TiedChoice
+    from streamexport.sources import Lora as LoraChoice
 
 app = typer.Typer(
     name="streamexport",
@@ -54,6 +55,12 @@ TrainableOnly = Annotated[bool, typer.Option("--trainable-only", help="Leave out
 Tied = Annotated[str, typer.Option(help="drop writes a tied weight once, duplicate under all its names.")]
 Rename = Annotated[list[str] | None, typer.Option(help="OLD=NEW, another name for a tensor; may be repeated.")]
 Submodule = Annotated[str | None, typer.Option(help="The path of a part of the module, to export as the whole.")]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        help="PEFT adapters: adapter writes the active one, merge adds LoRA to the weights, base leaves them."
+    ),
+]
 Base = Annotated[
     str | None,
     typer.Option(help="The directory of the checkpoint that training began with: gives tokenizer and configuration."),
@@ -87,6 +94,7 @@ def export(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: Submodule = None,
+    lora: Lora = None,
     base: Base = None,
     carry_over: CarryOver = False,
     max_host_memory: HostMemory = None,
@@ -118,6 +126,7 @@ def export(
             tied=_tied(tied),
             rename=_renames(rename),
             submodule=submodule,
+            lora=_lora(lora),
             base=base,
             carry_over=carry_over,
             max_host_memory=_size(max_host_memory) if max_host_memory else None,
@@ -145,6 +154,7 @@ def plan(
     tied: Tied = "drop",
     rename: Rename = None,
     submodule: Submodule = None,
+    lora: Lora = None,
     base: Base = None,
     carry_over: CarryOver = False,
     max_host_memory: HostMemory = None,
@@ -168,6 +178,7 @@ def plan(
             tied=_tied(tied),
             rename=_renames(rename),
             submodule=submodule,
+            lora=_lora(lora),
             base=base,
             carry_over=carry_over,
             max_host_memory=_size(max_host_memory) if max_host_memory else None,
@@ -250,6 +261,14 @@ def _tied(text: str) -> "TiedChoice":
         msg = f"--tied {text}: expected drop or duplicate"
         raise InvalidArgumentError(msg)
     return choices[text]
+
+
+def _lora(text: str | None) -> "LoraChoice | None":
+    choices: dict[str, LoraChoice] = {"adapter": "adapter", "merge": "merge", "base": "base"}
+    if text is not None and text not in choices:
+        msg = f"--lora {text}: expected adapter, merge or base"
+        raise InvalidArgumentError(msg)
+    return choices[text] if text else None
 
 
 def _renames(pairs: list[str] | None) -> dict[str, str] | None:

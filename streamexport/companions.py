@@ -37,7 +37,8 @@ class Companions:
     """Where the files beside the weights come from.
 
     Attributes:
-        origin: what weights come from: a transformers model, the path of a model directory, or None for nothing.
+        origin: what weights come from: a transformers model, the path of a model directory, an object with a
+            ``save_pretrained`` for all but the weights, or None for nothing.
         tokenizer: an object with a ``save_pretrained`` of its own; so is ``processor``.
         base: a model directory whose files are taken where nothing else gives them.
     """
@@ -87,8 +88,10 @@ def _steps(
     for source in (companions.base, origin):
         if isinstance(source, Path):
             yield f"files of {source}", partial(_copy, source, directory, patterns)
-    if origin is not None and not isinstance(origin, Path):
+    if hasattr(origin, "state_dict"):
         yield f"the configuration of {type(origin).__name__}", partial(_save_model, origin, directory, untied=untied)
+    elif origin is not None and not isinstance(origin, Path):
+        givers.insert(0, origin)
     for giver in givers:
         if giver is not None:
             yield type(giver).__name__, partial(giver.save_pretrained, directory)
@@ -111,6 +114,8 @@ def _save_model(model: Any, directory: Path, *, untied: bool) -> None:
     """
     twin = copy.copy(model)
     twin.config = copy.deepcopy(model.config)
+    if getattr(model, "_hf_peft_config_loaded", False):  # Adapters are none of these weights.
+        twin._hf_peft_config_loaded = False  # noqa: SLF001 - transformers' own name for it
     if untied:
         twin.config.tie_word_embeddings = False
     if getattr(model, "generation_config", None) is not None:

@@ -7,6 +7,7 @@ files are called, is ``huggingface_hub``'s choice, made on sizes alone.
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class ExportPlan:
             where there is none.
         host_memory: bytes of host memory that the ring will hold on the writing rank.
         variant: as in ``model.fp16.safetensors``.
+        weights_name: what files are called before that, ``model`` or ``adapter_model``.
         tied: for each name that is not written, the name that holds its value.
         untied: names that the model declares tied and that have come apart: ``config.json`` then says untied.
         warnings: what the user should know.
@@ -64,6 +66,7 @@ class ExportPlan:
     dtype: str | None
     host_memory: int
     variant: str | None
+    weights_name: str
     tied: Mapping[str, str]
     untied: Sequence[str]
     warnings: Sequence[str]
@@ -71,7 +74,7 @@ class ExportPlan:
     @property
     def index_filename(self) -> str | None:
         """The index's name; None where one file holds everything."""
-        return index_filename(self.variant) if len(self.shards) > 1 else None
+        return index_filename(self.variant, self.weights_name) if len(self.shards) > 1 else None
 
     def dtype_of(self, name: str) -> str:
         """The torch name of the dtype that a tensor is written in."""
@@ -156,14 +159,14 @@ def _torch_name(dtype: str) -> str:
     return str(TORCH_DTYPES[dtype]).removeprefix("torch.")
 
 
-def weights_filename(variant: str | None) -> str:
+def weights_filename(variant: str | None, weights_name: str) -> str:
     """The name of a one-file export, as transformers' ``_add_variant`` makes it."""
-    return f"model.{variant}.safetensors" if variant else "model.safetensors"
+    return f"{weights_name}.{variant}.safetensors" if variant else f"{weights_name}.safetensors"
 
 
-def index_filename(variant: str | None) -> str:
+def index_filename(variant: str | None, weights_name: str) -> str:
     """The name of the index, as transformers' ``_add_variant`` makes it."""
-    return f"model.safetensors.index.{variant}.json" if variant else "model.safetensors.index.json"
+    return f"{weights_name}.safetensors.index.{variant}.json" if variant else f"{weights_name}.safetensors.index.json"
 
 
 def check_variant(variant: str | None) -> None:
@@ -177,13 +180,16 @@ def check_variant(variant: str | None) -> None:
         raise InvalidArgumentError(msg)
 
 
-def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_memory: int) -> ExportPlan:
+def make_plan(
+    layout: Layout, *, max_shard_size: int, variant: str | None, weights_name: str = "model", host_memory: int
+) -> ExportPlan:
     """Assign every tensor a file and an offset.
 
     Args:
         layout: the tensors to write, in the order in which shards are filled.
         max_shard_size: bytes of tensors in one file.
         variant: see ``ExportPlan``.
+        weights_name: see ``ExportPlan``.
         host_memory: see ``ExportPlan``.
 
     Raises:
@@ -197,8 +203,9 @@ def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_
         outputs,
         get_storage_size=lambda output: output.spec.nbytes,
         get_storage_id=lambda _: None,
-        filename_pattern=weights_filename(variant).replace(".safetensors", "{suffix}.safetensors"),
-        max_shard_size=max_shard_size,
+        filename_pattern=weights_filename(variant, weights_name).replace(".safetensors", "{suffix}.safetensors"),
+        # peft reads no more than one file of adapters.
+        max_shard_size=max_shard_size if weights_name == "model" else sys.maxsize,
     )
     shards = []
     for filename, names in split.filename_to_tensors.items():
@@ -213,6 +220,7 @@ def make_plan(layout: Layout, *, max_shard_size: int, variant: str | None, host_
         dtype=_torch_name(layout.dtype) if layout.dtype else None,
         host_memory=host_memory,
         variant=variant,
+        weights_name=weights_name,
         tied=layout.tied,
         untied=layout.untied,
         warnings=layout.warnings,

@@ -82,12 +82,13 @@ class Staging:
         shutil.rmtree(self.directory, ignore_errors=True)
         return not self.directory.exists()
 
-    def publish(self, filenames: Sequence[str], variant: str | None, *, fsync: bool) -> bool:
+    def publish(self, filenames: Sequence[str], variant: str | None, weights_name: str, *, fsync: bool) -> bool:
         """Move staged files into place and the earlier set of this variant out of the way.
 
         Args:
             filenames: the staged files in the order to appear, the entry point last.
             variant: which earlier set they supersede.
+            weights_name: the same.
             fsync: make each step durable.
 
         Returns:
@@ -97,7 +98,7 @@ class Staging:
             OSError: a file cannot be moved. The earlier set is back in place.
         """
         durable = not fsync or sync_directory(self._new)
-        superseded = self._superseded(filenames, variant)
+        superseded = self._superseded(filenames, variant, weights_name)
         placing = False
         self.holds_earlier_set = True
         try:
@@ -142,10 +143,10 @@ class Staging:
             raise failure
         self.holds_earlier_set = False
 
-    def _superseded(self, filenames: Sequence[str], variant: str | None) -> list[str]:
+    def _superseded(self, filenames: Sequence[str], variant: str | None, weights_name: str) -> list[str]:
         """The earlier set in the order to disappear: entry points, then what has a new file's name, then shards."""
-        entries = [weights_filename(variant), index_filename(variant)]
-        stem = re.escape(weights_filename(variant).removesuffix(".safetensors"))
+        entries = [weights_filename(variant, weights_name), index_filename(variant, weights_name)]
+        stem = re.escape(weights_filename(variant, weights_name).removesuffix(".safetensors"))
         shard = re.compile(stem + r"-\d{5}-of-\d{5}\.safetensors")
         # A folder of such a name is the user's: it stays, and moving a file there fails.
         there = sorted(entry.name for entry in os.scandir(self.out_dir) if not entry.is_dir(follow_symlinks=False))

@@ -143,6 +143,8 @@ def test_a_directory_is_re_sharded_and_planned(call, model, tmp_path):
         (["plan", "usercode:build_model", "--dtype", "int3"], 2, "int3"),
         (["plan", "usercode:build_model", "--tied", "x"], 2, "drop or duplicate"),
         (["plan", "usercode:build_model", "--rename", "x"], 2, "OLD=NEW"),
+        (["plan", "usercode:build_model", "--lora", "x"], 2, "adapter, merge or base"),
+        (["plan", "usercode:build_model", "--lora", "merge"], 2, "has no PEFT adapters"),
         (["plan", "usercode:build_model", "--submodule", "x"], 2, "no such part; it has 0, 1"),
         (["export", "usercode:leaves", "out"], 1, "ended the process (exit code 0)"),
         (["export", "usercode:path", "out"], 2, "returned a str"),

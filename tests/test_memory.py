@@ -112,6 +112,51 @@ print(json.dumps(found))
     assert found["peak"] < 16 * MIB + ALLOWANCE
 
 
+def test_experts_are_split_without_a_copy_of_what_is_fused(tmp_path):
+    """D38: a fused tensor of 512 MiB becomes an expert's file entries; no shard is over the limit."""
+    script = """
+from transformers import MixtralConfig, MixtralForCausalLM
+with torch.device("meta"):
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=1000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=1, num_attention_heads=8,
+        num_local_experts=8, dtype=torch.bfloat16,
+    ))
+buffer, at = flat(sum(p.nbytes for p in model.parameters())), 0
+for name, parameter in list(model.named_parameters()):
+    owner, _, last = name.rpartition(".")
+    view = buffer[at : at + parameter.numel()].view(parameter.shape)
+    setattr(model.get_submodule(owner), last, torch.nn.Parameter(view, requires_grad=False))
+    at += parameter.numel()
+assert max(parameter.nbytes for parameter in model.parameters()) == 512 << 20
+from streamexport import plan_export
+plan_export(model)
+print(json.dumps(peak_of(lambda: export_sharded(model, sys.argv[1], "100MB"))))
+"""
+    found = measure(script, tmp_path / "out")
+    assert found["peak"] < RING + ALLOWANCE
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 8
+    assert max(sizes) < 100 * 10**6
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_lora_is_merged_block_by_block(dtype, tmp_path):
+    """A weight of 512 MiB, and its product is never whole."""
+    script = """
+import warnings
+warnings.simplefilter("ignore")
+from peft import LoraConfig, get_peft_model
+model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+model[0].weight = torch.nn.Parameter(flat(512 << 20).view(1 << 14, 1 << 14), requires_grad=False)
+model[0].in_features = model[0].out_features = 1 << 14
+model = get_peft_model(model, LoraConfig(r=16, target_modules=["0"], init_lora_weights=False))
+options = json.loads(sys.argv[2])
+print(json.dumps(peak_of(lambda: export_sharded(model, sys.argv[1], lora="merge", **options))))
+"""
+    found = measure(script, tmp_path / "out", json.dumps({"dtype": dtype}))
+    assert found["peak"] < RING + ALLOWANCE
+
+
 def test_ten_exports_leave_nothing_behind(tmp_path):
     """D05: memory, open files and threads are the same after the third export and after the tenth."""
     script = """

@@ -10,18 +10,25 @@ from streamexport.catalog import Source
 from streamexport.errors import InvalidArgumentError
 from streamexport.sources.based import BasedSource
 from streamexport.sources.module import module_source
+from streamexport.sources.peft import Lora
 from streamexport.sources.safetensors import SafetensorsSource
 from streamexport.sources.tensors import mapping_source
 
-__all__ = ["open_source"]
+__all__ = ["Lora", "open_source"]
 
 
-def open_source(source: object, submodule: str | None = None, base: str | os.PathLike[str] | None = None) -> Source:
+def open_source(
+    source: object,
+    submodule: str | None = None,
+    lora: Lora | None = None,
+    base: str | os.PathLike[str] | None = None,
+) -> Source:
     """Return the source for an engine or module, a mapping of names to tensors, or a safetensors path.
 
     Args:
         source: what the user gave.
         submodule: the path of a part of a module, to take as the whole.
+        lora: what becomes of a module's PEFT adapters.
         base: the directory of the checkpoint that the weights began with.
 
     Raises:
@@ -29,7 +36,7 @@ def open_source(source: object, submodule: str | None = None, base: str | os.Pat
         UnsupportedSourceError: an engine or module that cannot be exported right, by name.
         FormatError: a safetensors file is malformed.
     """
-    opened = _open(source, submodule)
+    opened = _open(source, submodule, lora)
     if base is None:
         return opened
     if not Path(base).is_dir():
@@ -38,9 +45,12 @@ def open_source(source: object, submodule: str | None = None, base: str | os.Pat
     return BasedSource(opened, SafetensorsSource(Path(base)))
 
 
-def _open(source: object, submodule: str | None) -> Source:
+def _open(source: object, submodule: str | None, lora: Lora | None) -> Source:
     if isinstance(source, torch.nn.Module):
-        return module_source(source, submodule)
+        return module_source(source, submodule, lora)
+    if lora is not None:
+        msg = f"lora={lora!r}: a {type(source).__name__} has no PEFT adapters"
+        raise InvalidArgumentError(msg)
     if submodule is not None:
         msg = (
             f"submodule={submodule!r} is a part of a module, not of a {type(source).__name__}: use include and rename"

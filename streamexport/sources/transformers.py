@@ -143,18 +143,12 @@ def check_parts(model: torch.nn.Module) -> None:
     """Refuse a model with parts whose weights are not what its state dict says.
 
     Raises:
-        UnsupportedSourceError: a quantised model or a PEFT adapter layer, by name.
+        UnsupportedSourceError: a quantised model, by name.
     """
-    for name, part in model.named_modules():
+    for part in model.modules():
         if quantizer := getattr(part, "hf_quantizer", None):
             msg = (
                 f"{type(part).__name__} is quantised by {type(quantizer).__name__}, which keeps weights in a form "
                 "of its own: call dequantize() on it first, or save it with its own save_pretrained"
-            )
-            raise UnsupportedSourceError(msg)
-        if type(part).__module__.startswith("peft.tuners."):
-            msg = (
-                f"layer {name!r} is a PEFT adapter layer ({type(part).__name__}), and its names are the adapter's: "
-                "call merge_and_unload() first, or save the adapter with its own save_pretrained"
             )
             raise UnsupportedSourceError(msg)
