@@ -57,9 +57,7 @@ Rename = Annotated[list[str] | None, typer.Option(help="OLD=NEW, another name fo
 Submodule = Annotated[str | None, typer.Option(help="The path of a part of the module, to export as the whole.")]
 Lora = Annotated[
     str | None,
-    typer.Option(
-        help="PEFT adapters: adapter writes the active one, merge adds LoRA to the weights, base leaves them."
-    ),
+    typer.Option(help="PEFT adapters: adapter writes the active one, merge adds LoRA to weights, base has none."),
 ]
 Base = Annotated[
     str | None,

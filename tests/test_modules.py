@@ -1,5 +1,7 @@
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -137,13 +139,42 @@ def test_extra_state_that_is_no_tensor_is_refused_by_name(tmp_path):
     assert set(load(tmp_path / "out")) == {"weight", "bias"}
 
 
-def test_modules_whose_weights_are_elsewhere_are_refused(tmp_path, process_group):
-    """FSDP's flat shards, DTensors, meta and quantised parameters: by name, before anything is made."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+def test_a_module_of_dtensors_is_exported_where_each_is_whole(tmp_path, process_group):
+    """D45: FSDP2 in one process; ties are known by the parameters."""
+    from torch.distributed.fsdp import fully_shard
 
-    sharded = nn.Linear(4, 4)
-    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), init_device_mesh("cpu", (1,))))
+    model = Model()
+    expected = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
+    fully_shard(model)
+    assert type(model.embed.weight).__name__ == "DTensor"
+    report = export_sharded(model, tmp_path / "module")
+    export_sharded(model.state_dict(), tmp_path / "mapping")
+    assert report.tied == {"head.weight": "embed.weight"}
+    assert_same(load(tmp_path / "module"), expected)
+    assert_same(load(tmp_path / "mapping"), expected)
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from streamexport import plan_export
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+mesh, value = init_device_mesh("cpu", (2,)), torch.ones(4, 4)
+plan_export({"w": distribute_tensor(value, mesh, [Replicate()])})
+plan_export({"w": distribute_tensor(value, mesh, [Shard(0)])})
+"""
+
+
+def test_a_dtensor_of_which_each_rank_has_a_shard_is_refused():
+    """By name; one that is replicated is not."""
+    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False)
+    assert "cannot export 'w': it is a DTensor of which each rank holds a shard" in done.stderr.splitlines()[-1]
+
+
+def test_modules_whose_weights_are_elsewhere_are_refused(tmp_path):
+    """Meta, partitioned, cut and quantised parameters: by name, before anything is made."""
     partitioned = nn.Linear(4, 4)
     partitioned.weight.ds_id = 0
     cut = nn.Linear(4, 4)
@@ -151,7 +182,6 @@ def test_modules_whose_weights_are_elsewhere_are_refused(tmp_path, process_group
     quantised = nn.Linear(4, 4)
     quantised.weight.ds_quant_scale = 1.0
     for module, reason in [
-        (sharded, "'weight'.*DTensor"),
         (nn.Linear(4, 4, device="meta"), "'weight'.*meta"),
         (partitioned, "'weight'.*stage 3"),
         (cut, "'weight'.*AutoTP"),
@@ -318,13 +348,9 @@ def test_parameters_that_are_never_saved_are_counted_as_save_pretrained_counts_t
     assert (tmp_path / "ours" / index).read_bytes() == (tmp_path / "theirs" / index).read_bytes()
 
 
-def test_quantised_and_adapted_transformers_models_are_refused(llama, tmp_path):
+def test_quantised_transformers_models_are_refused(llama, tmp_path):
     """By the name of what made them so, with what to do instead."""
-    quantised = llama()
-    quantised.hf_quantizer = type("Mxfp4HfQuantizer", (), {})()
-    adapted = llama()
-    layer = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
-    adapted.model.layers[3].mlp.up_proj = layer(2, 2)
-    for model, reason in [(quantised, "Mxfp4HfQuantizer"), (adapted, r"model\.layers\.3\.mlp\.up_proj.*PEFT")]:
-        with pytest.raises(UnsupportedSourceError, match=reason):
-            export_sharded(model, tmp_path / "out")
+    model = llama()
+    model.hf_quantizer = type("Mxfp4HfQuantizer", (), {})()
+    with pytest.raises(UnsupportedSourceError, match=r"Mxfp4HfQuantizer.*dequantize"):
+        export_sharded(model, tmp_path / "out")

@@ -20,7 +20,7 @@ from streamexport.sources.peft import (
     kept_part,
     low_rank_updates,
 )
-from streamexport.sources.tensors import TensorSource, find_problem, spec_of
+from streamexport.sources.tensors import TensorSource, find_problem, spec_of, whole_tensor
 from streamexport.sources.transformers import (
     check_parts,
     declared_ties,
@@ -115,11 +115,11 @@ def _read_state(model: torch.nn.Module, clean: Mapping[str, str | None]) -> _Sta
         origin[name] = raw_name
         if name in ignored:
             state.unsaved += value.numel() if id(value) in parameters else 0
-        elif problem := find_problem(value):
+        elif problem := find_problem(whole := whole_tensor(value)):
             state.problems[name] = problem
         else:
-            state.tensors[name] = value
-            state.specs[name] = spec_of(name, value, parameter=id(value) in parameters)
+            state.tensors[name] = whole
+            state.specs[name] = spec_of(name, whole, parameter=id(value) in parameters)
             kept = first.setdefault(id(value), name)
             if kept != name:
                 state.aliases[name] = kept

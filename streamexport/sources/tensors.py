@@ -1,6 +1,8 @@
 """Whole tensors in this process's memory or on its devices, by name."""
 
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -46,7 +48,7 @@ def mapping_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
     Raises:
         InvalidArgumentError: a key that is not a string.
     """
-    tensors = dict(tensors)
+    tensors = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     specs: dict[str, TensorSpec] = {}
@@ -74,8 +76,23 @@ def spec_of(name: str, tensor: torch.Tensor, *, parameter: bool) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(tensor.shape), parameter, trainable=tensor.requires_grad)
 
 
+def whole_tensor(value: Any) -> Any:
+    """Return a DTensor's local part where that is all of it: on a mesh of one device, or replicated on all.
+
+    Anything else is returned as it is.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not isinstance(value, distributed.DTensor):
+        return value
+    if value.device_mesh.size() == 1 or all(placement.is_replicate() for placement in value.placements):
+        return value.to_local()
+    return value
+
+
 def find_problem(tensor: object) -> str | None:
     """Return why a value cannot be exported as it is, or None."""
+    if type(tensor).__name__ == "DTensor":
+        return "it is a DTensor of which each rank holds a shard: gather a full state dict and export that"
     if not isinstance(tensor, torch.Tensor):
         return f"it is a {type(tensor).__name__}, not a tensor"
     if type(tensor) not in _PLAIN_TYPES:
