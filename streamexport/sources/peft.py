@@ -99,7 +99,7 @@ class Adapter:
 
     def save_pretrained(self, directory: Path) -> None:
         """Write its configuration as peft's ``save_pretrained`` does, and the model card; the live one stays."""
-        config = copy.deepcopy(self.model.peft_config[self.name])
+        config = copy.copy(self.model.peft_config[self.name])
         base = base_model(self.model)
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
