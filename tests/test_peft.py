@@ -64,6 +64,23 @@ CASES = {
 }
 
 
+def test_a_merged_model_computes_what_the_live_one_does(tmp_path):
+    """After a reload; as it is, and within the rounding of one cast to bfloat16."""
+    model = adapted(llama(), lora_alpha=1).eval()
+    ids = torch.arange(20)[None]
+    export_sharded(model, tmp_path / "fp32", lora="merge")
+    export_sharded(model, tmp_path / "bf16", lora="merge", dtype="bfloat16")
+    with torch.no_grad():
+        live = model(ids).logits
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "fp32").eval()
+        torch.testing.assert_close(loaded(ids).logits, live, atol=1e-5, rtol=1e-5)
+        cast = merged(model).eval()
+        for parameter in cast.parameters():  # not the rotary buffers, which stay in float32
+            parameter.data = parameter.data.bfloat16()
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "bf16").eval()
+        assert torch.equal(loaded(ids).logits, cast(ids).logits)
+
+
 def limit(case):
     """save_pretrained does not keep to one where it splits tensors."""
     return "1GB" if case == "fused experts" else "300KB"
