@@ -122,7 +122,10 @@ def export_sharded(
     ranks.agree(prepare)
     opened, plan, directory = plans[0]
 
-    def write() -> str:
+    needed = plan.elements_of(opened.sharded)
+
+    def write(announce: Callable[[], None]) -> str:
+        opened.lead(needed, announce)
         # A directory's config.json is copied as it is unless a cast makes its dtype wrong.
         known = dtype is not None or not isinstance(opened.companion_origin, Path)
         return _write(
@@ -143,7 +146,7 @@ def export_sharded(
         ).to_json()
 
     with closing(opened):
-        return ExportReport.from_json(ranks.lead(write))
+        return ExportReport.from_json(ranks.lead(write, partial(opened.follow, needed)))
 
 
 def plan_export(

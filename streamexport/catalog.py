@@ -220,5 +220,28 @@ class Source(Protocol):
             copy: does the copying of what is in memory already.
         """
 
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Tensors of which each rank holds a shard, so that all ranks must gather them together."""
+
+    def lead(self, needed: Mapping[str, int], announce: Callable[[], None]) -> None:
+        """Prepare to read sharded tensors.
+
+        Args:
+            needed: how many elements of each will be read, in the order in which they are first read.
+            announce: tells the other ranks to join in gathering the next.
+        """
+
+    def follow(self, needed: Mapping[str, int], wait: Callable[[], bool]) -> None:
+        """Join in gathering, on a rank that does not write.
+
+        Args:
+            needed: as in ``lead``.
+            wait: waits for the next announcement; returns whether there was one, and not the end.
+        """
+
+    def release(self, tensor: str, numel: int) -> None:
+        """Know that so many elements of a tensor have arrived where they were read to."""
+
     def close(self) -> None:
         """Let go of open files."""

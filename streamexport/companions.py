@@ -112,10 +112,12 @@ def _save_model(model: Any, directory: Path, *, untied: bool) -> None:
 
     It is called on a shallow copy with a configuration of its own, because it writes into the configuration.
     """
-    twin = copy.copy(model)
+    # Not copy.copy(): FSDP2 gives modules a class that makes another of its copies.
+    twin = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
     twin.config = copy.deepcopy(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):  # Adapters are none of these weights.
-        twin._hf_peft_config_loaded = False  # noqa: SLF001 - transformers' own name for it
+        twin._hf_peft_config_loaded = False
     if untied:
         twin.config.tie_word_embeddings = False
     if getattr(model, "generation_config", None) is not None:

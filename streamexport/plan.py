@@ -9,9 +9,10 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from streamexport.catalog import Output
+from streamexport.catalog import Output, segments_of
 from streamexport.errors import InvalidArgumentError
 from streamexport.layout import Layout
 from streamexport.safetensors_format import TORCH_DTYPES, Header, encode_header
@@ -80,6 +81,16 @@ class ExportPlan:
         """The torch name of the dtype that a tensor is written in."""
         outputs = next(shard.outputs for shard in self.shards if name in shard.outputs)
         return _torch_name(outputs[name].spec.dtype)
+
+    def elements_of(self, tensors: AbstractSet[str]) -> dict[str, int]:
+        """How many elements of some source tensors are read, in the order in which each is first read."""
+        elements: dict[str, int] = {}
+        for shard in self.shards:
+            for output in shard.outputs.values():
+                for segment in segments_of(output.content):
+                    if segment.tensor in tensors:
+                        elements[segment.tensor] = elements.get(segment.tensor, 0) + segment.numel
+        return {tensor: numel for tensor, numel in elements.items() if numel}
 
     @property
     def needed_disk(self) -> int:

@@ -6,6 +6,7 @@ same under gloo, NCCL and any other backend.
 """
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -32,6 +33,10 @@ _HEARTBEAT, _DEAD_AFTER = 5.0, 300.0
 """Seconds between two signs of life of a rank that works, and without one until the others give it up."""
 
 
+Announce = Callable[[], None]
+Wait = Callable[[], bool]
+
+
 class Ranks(Protocol):
     """The processes that export together."""
 
@@ -47,8 +52,13 @@ class Ranks(Protocol):
                 as it is.
         """
 
-    def lead(self, work: Callable[[], str]) -> str:
-        """Do something on rank 0 alone; all wait for it and return its result.
+    def lead(self, work: Callable[[Announce], str], follow: Callable[[Wait], None]) -> str:
+        """Do something on rank 0; all wait for it and return its result.
+
+        Args:
+            work: what rank 0 does. It gets a function by which it asks the others for their next step.
+            follow: what the others do meanwhile. It gets a function that waits for that, and returns whether it came,
+                and not the end of the work.
 
         Raises:
             RankError: on all other ranks, when it failed on rank 0, which raises the error itself.
@@ -64,9 +74,9 @@ class SingleRank:
         """Nobody to compare with."""
         digest()
 
-    def lead(self, work: Callable[[], str]) -> str:
+    def lead(self, work: Callable[[Announce], str], follow: Callable[[Wait], None]) -> str:  # noqa: ARG002
         """Do it."""
-        return work()
+        return work(lambda: None)
 
 
 class StoreRanks:
@@ -114,17 +124,20 @@ class StoreRanks:
         if verdict:
             raise RankError(verdict["message"], verdict["rank"])
 
-    def lead(self, work: Callable[[], str]) -> str:
+    def lead(self, work: Callable[[Announce], str], follow: Callable[[Wait], None]) -> str:
         """See ``Ranks``."""
         if self.rank != 0:
+            steps = itertools.count(1)
+            follow(lambda: self._fetch(f"step/{next(steps)}", None, unless="outcome") is not None)
             outcome = self._fetch("outcome", None)
             if "error" in outcome:
                 msg = f"rank 0 failed: {outcome['error']}"
                 raise RankError(msg, 0)
             return str(outcome["result"])
         with self._heartbeat():
+            steps = itertools.count(1)
             try:
-                result = work()
+                result = work(lambda: self._post(f"step/{next(steps)}", {"go": True}))
             except BaseException as error:
                 self._post("outcome", {"error": _describe(error)})
                 raise
@@ -220,8 +233,8 @@ class StoreRanks:
         key = f"{self._round}/{key}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _fetch(self, key: str, deadline: float | None) -> Any:
-        """Return a posted value; None when it has not come by the deadline.
+    def _fetch(self, key: str, deadline: float | None, unless: str | None = None) -> Any:
+        """Return a posted value; None when it has not come by the deadline, or before another one.
 
         It polls: a blocking wait on the store would hold a lock that other threads of this process need, NCCL's
         watchdog among them.
@@ -235,6 +248,8 @@ class StoreRanks:
                 value = self._peek(key)
                 if value is not None or (deadline is not None and now > deadline):
                     return value
+                if unless is not None and self._peek(unless) is not None:
+                    return None
                 if deadline is None:
                     beat = self._store.add(f"{self._round}/alive", 0)
                     if beat != beats:

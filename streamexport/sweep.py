@@ -170,6 +170,7 @@ def _fill(slot: Slot, part: Part, source: Source) -> dict[str, int]:
     if prefix := part.shard.header.prefix[part.start : part.stop]:
         slot.view[: len(prefix)] = prefix
     pieces = []
+    arrived: Counter[str] = Counter()
     for name, extent in part.places:
         start, stop = max(extent.start, part.start), min(extent.stop, part.stop)
         # Tensors lie at multiples of their item's size, and parts at multiples of a page: no element is cut.
@@ -182,9 +183,12 @@ def _fill(slot: Slot, part: Part, source: Source) -> dict[str, int]:
                 place.zero_()
             else:
                 source.read(segment, begin, place, slot.lane.copy)
+                arrived[segment.tensor] += count
             done += count
         if output.cast:
             pieces.append((name, piece, output, first))
     slot.lane.finish()
     counts = {name: count_overflows(piece, output, first, source, slot.lane) for name, piece, output, first in pieces}
+    for tensor, numel in arrived.items():
+        source.release(tensor, numel)
     return {name: count for name, count in counts.items() if count}

@@ -9,6 +9,10 @@ from streamexport import RankError, export_sharded, ranks
 from streamexport.ranks import StoreRanks
 
 
+def idle(wait):
+    """A rank that is asked for nothing while rank 0 works."""
+
+
 def on_ranks(world_size, work, store=None, peer_timeout=30.0):
     """Run ``work(ranks)`` on threads that stand for ranks; return each rank's result or error."""
     store = store or dist.HashStore()
@@ -36,7 +40,7 @@ def test_ranks_that_planned_the_same_go_on_and_get_the_leaders_result():
 
         def work(these, number=round_number):
             these.agree(lambda: "same")
-            return these.lead(lambda: f"result {number}")
+            return these.lead(lambda _: f"result {number}", idle)
 
         assert on_ranks(3, work, store) == [f"result {round_number}"] * 3
 
@@ -68,13 +72,13 @@ def test_a_failure_while_planning_is_raised_on_all():
 def test_a_failure_of_the_writing_rank_is_raised_on_all(error):
     """Also when it is interrupted: nobody waits for what never comes."""
 
-    def fail():
+    def fail(_):
         raise error
 
     def work(these):
         these.agree(lambda: "same")
         try:
-            these.lead(fail)
+            these.lead(fail, idle)
         except (RankError, OSError, KeyboardInterrupt) as caught:
             return caught
 
@@ -109,7 +113,7 @@ def test_a_rank_that_missed_a_call_joins_the_next_one(monkeypatch):
         if these.rank == 0:
             assert waiting.wait(30)
         these.agree(lambda: "same")
-        return these.lead(lambda: "done")
+        return these.lead(lambda _: "done", idle)
 
     assert on_ranks(2, work, store) == ["done", "done"]
 
@@ -126,7 +130,7 @@ def test_a_late_call_is_told_from_the_next_by_what_is_exported():
                 these.agree(lambda: "first")
         other = StoreRanks(store, these.rank, 2, 30.0)
         other.agree(lambda: "second")
-        return other.lead(lambda: "done")
+        return other.lead(lambda _: "done", idle)
 
     assert on_ranks(2, work, store) == ["done", "done"]
 
@@ -147,7 +151,7 @@ def test_a_leader_that_fails_early_and_goes_on_leaves_no_rank_behind():
             with pytest.raises(RankError, match="rank 0 failed: ValueError"):
                 these.agree(lambda: "same")
         other.agree(lambda: "same")
-        return other.lead(lambda: "done")
+        return other.lead(lambda _: "done", idle)
 
     assert on_ranks(2, work, store) == ["done", "done"]
 
@@ -157,7 +161,7 @@ def test_a_leader_without_a_sign_of_life_is_given_up(monkeypatch):
     monkeypatch.setattr(ranks, "_DEAD_AFTER", 0.0)
     these = StoreRanks(dist.HashStore(), 1, 2, 30.0)
     with pytest.raises(RankError, match="rank 0 has shown no sign of life") as caught:
-        these.lead(lambda: "")
+        these.lead(lambda _: "", idle)
     assert caught.value.rank == 0
 
 
@@ -169,7 +173,7 @@ def test_a_leader_that_works_for_long_shows_signs_of_life(monkeypatch):
 
     def work(these):
         these.agree(lambda: "same")
-        return these.lead(lambda: str(beaten.wait(30)))
+        return these.lead(lambda _: str(beaten.wait(30)), idle)
 
     def watch():
         while store.add("streamexport/1/alive", 0) < 3:
@@ -235,7 +239,7 @@ def test_a_store_that_is_gone_is_an_error():
 
     these._store = type("Broken", (), {"check": staticmethod(broken), "set": lambda *args: None})()
     with pytest.raises(RankError, match=r"does not answer.*connection reset"):
-        these.lead(lambda: "")
+        these.lead(lambda _: "", idle)
 
 
 def test_waiting_holds_no_collective_and_outlasts_any_group_timeout(monkeypatch):
@@ -246,7 +250,7 @@ def test_waiting_holds_no_collective_and_outlasts_any_group_timeout(monkeypatch)
 
     def work(these):
         these.agree(lambda: "same")
-        return these.lead(lambda: "done" if slow() else "")
+        return these.lead(lambda _: "done" if slow() else "", idle)
 
     def slow():
         while not (pauses and pauses[-1] == 0.1):
@@ -266,3 +270,26 @@ def test_one_process_needs_no_store(tmp_path):
     finally:
         dist.destroy_process_group()
     assert_same(load(tmp_path / "out"), {"w": torch.ones(3)})
+
+
+def test_the_others_take_a_step_each_time_rank_0_asks_for_it():
+    """And stop when it has ended, with a result or an error."""
+    taken = []
+
+    def work(these, fail):
+        def lead(announce):
+            for _ in range(3):
+                announce()
+            return str(1 // (not fail))
+
+        def follow(wait):
+            while wait():
+                taken.append(these.rank)
+
+        these.agree(lambda: "same")
+        return these.lead(lead, follow)
+
+    assert on_ranks(3, lambda these: work(these, fail=False)) == ["1"] * 3
+    assert sorted(taken) == [1, 1, 1, 2, 2, 2]
+    results = on_ranks(2, lambda these: work(these, fail=True))
+    assert [type(result) for result in results] == [ZeroDivisionError, RankError]

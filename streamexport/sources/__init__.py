@@ -9,10 +9,10 @@ import torch
 from streamexport.catalog import Source
 from streamexport.errors import InvalidArgumentError
 from streamexport.sources.based import BasedSource
+from streamexport.sources.mapping import mapping_source
 from streamexport.sources.module import module_source
 from streamexport.sources.peft import Lora
 from streamexport.sources.safetensors import SafetensorsSource
-from streamexport.sources.tensors import mapping_source
 
 __all__ = ["Lora", "open_source"]
 

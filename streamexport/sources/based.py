@@ -1,5 +1,6 @@
 """A source together with a base checkpoint, whose tensors are read for what the source lacks."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,7 @@ class BasedSource:
         self._source = source
         self._base = base
         self.companion_origin = source.companion_origin
+        self.sharded = source.sharded
         self.devices: frozenset[torch.device] = source.devices | base.devices
         specs = {_MARK + name: replace(spec, trainable=False) for name, spec in base.catalog.specs.items()}
         self.catalog: Catalog = replace(source.catalog, base=specs)
@@ -33,6 +35,18 @@ class BasedSource:
             self._base.read(replace(segment, tensor=segment.tensor.removeprefix(_MARK)), start, destination, copy)
         else:
             self._source.read(segment, start, destination, copy)
+
+    def release(self, tensor: str, numel: int) -> None:
+        """See ``catalog.Source``."""
+        self._source.release(tensor, numel)
+
+    def lead(self, needed: Mapping[str, int], announce: Callable[[], None]) -> None:
+        """See ``catalog.Source``."""
+        self._source.lead(needed, announce)
+
+    def follow(self, needed: Mapping[str, int], wait: Callable[[], bool]) -> None:
+        """See ``catalog.Source``."""
+        self._source.follow(needed, wait)
 
     def close(self) -> None:
         """Close both."""

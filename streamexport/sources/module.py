@@ -10,6 +10,7 @@ import torch
 from streamexport.catalog import Catalog, TensorSpec
 from streamexport.errors import InvalidArgumentError, UnsupportedSourceError
 from streamexport.sources.deepspeed import check_module
+from streamexport.sources.gathering import tensor_source
 from streamexport.sources.peft import (
     Lora,
     MergedSource,
@@ -71,7 +72,7 @@ def module_source(module: torch.nn.Module, submodule: str | None = None, lora: L
         catalog = replace(catalog, specs=specs, saved_as=partial(saved_as, model))
         companion_origin = model
     if mode != "merge":
-        return TensorSource(state.tensors, catalog, companion_origin)
+        return tensor_source(state.tensors, catalog, companion_origin)
     named = {f"{clean[path]}.weight": updates for path, updates in low_rank_updates(model)}
     updates = {state.aliases.get(name, name): found for name, found in named.items()}
     return MergedSource(state.tensors, catalog, companion_origin, updates)

@@ -17,8 +17,9 @@ import torch
 
 from streamexport.catalog import Catalog, Copy, Segment
 from streamexport.errors import InvalidArgumentError, UnsupportedSourceError
+from streamexport.sources.mapping import mapping_source
 from streamexport.sources.pieces import runs_of_segment
-from streamexport.sources.tensors import TensorSource, mapping_source
+from streamexport.sources.tensors import TensorSource, is_dtensor
 
 Lora = Literal["adapter", "merge", "base"]
 LORA_CHOICES: tuple[str, ...] = get_args(Lora)
@@ -228,6 +229,9 @@ class MergedSource(TensorSource):
         updates: Mapping[str, Sequence[LowRank]],
     ) -> None:
         super().__init__(tensors, catalog, companion_origin)
+        if sharded := [name for name, tensor in self._tensors.items() if is_dtensor(tensor)]:
+            msg = f"tensor {sharded[0]!r} is sharded over ranks: LoRA is merged into whole weights alone"
+            raise UnsupportedSourceError(msg)
         self._updates = updates
         # One thread computes: each that calls BLAS has a team and buffers of its own, for good.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="streamexport")

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ class SafetensorsSource:
     def __init__(self, path: Path) -> None:
         files = _find_files(path)
         self.devices = frozenset({torch.device("cpu")})
+        self.sharded: frozenset[str] = frozenset()
         # A file of its own may lie anywhere, beside anything: only a model's directory has companions.
         directory = path.parent if path.suffix == ".json" else path
         self.companion_origin = directory if (directory / "config.json").is_file() else None
@@ -63,6 +64,15 @@ class SafetensorsSource:
             with self._lock:
                 self._read(segment.tensor, first, destination[done : done + numel], copy)
             done += numel
+
+    def release(self, tensor: str, numel: int) -> None:
+        """Nothing is held."""
+
+    def lead(self, needed: Mapping[str, int], announce: Callable[[], None]) -> None:
+        """Nothing is gathered."""
+
+    def follow(self, needed: Mapping[str, int], wait: Callable[[], bool]) -> None:
+        """Nothing is gathered."""
 
     def close(self) -> None:
         """Close all files."""

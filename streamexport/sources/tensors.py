@@ -1,7 +1,7 @@
 """Whole tensors in this process's memory or on its devices, by name."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,43 +28,24 @@ class TensorSource:
         self.catalog = catalog
         self.companion_origin = companion_origin
         self._tensors = {name: tensors[name].detach() for name in catalog.specs}
+        self.sharded: frozenset[str] = frozenset()
         self.devices = frozenset(tensor.device for tensor in self._tensors.values())
 
     def read(self, segment: Segment, start: int, destination: torch.Tensor, copy: Copy) -> None:
         """See ``catalog.Source``."""
         copy_segment(self._tensors[segment.tensor], segment, start, destination, copy)
 
+    def release(self, tensor: str, numel: int) -> None:
+        """Nothing is held."""
+
+    def lead(self, needed: Mapping[str, int], announce: Callable[[], None]) -> None:
+        """Nothing is gathered."""
+
+    def follow(self, needed: Mapping[str, int], wait: Callable[[], bool]) -> None:
+        """Nothing is gathered."""
+
     def close(self) -> None:
         """Nothing is open."""
-
-
-def mapping_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
-    """Return the source for a mapping of names to tensors, such as a state dict.
-
-    Two names of one and the same view (storage, offset, shape and strides) are one tensor under two names. All
-    tensors are held while they are compared and written, so that an address cannot be used again by a mapping that
-    makes its values when asked; views that only overlap stay tensors of their own.
-
-    Raises:
-        InvalidArgumentError: a key that is not a string.
-    """
-    tensors = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
-    first: dict[object, str] = {}
-    aliases: dict[str, str] = {}
-    specs: dict[str, TensorSpec] = {}
-    problems: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(name, str):
-            msg = f"the mapping's keys must be tensor names: got {name!r}"
-            raise InvalidArgumentError(msg)
-        if problem := find_problem(tensor) or _placeholder_problem(name, tensor):
-            problems[name] = problem
-            continue
-        specs[name] = spec_of(name, tensor, parameter=True)
-        kept = first.setdefault(_view_identity(tensor), name)
-        if kept != name:
-            aliases[name] = kept
-    return TensorSource(tensors, Catalog(specs, aliases, problems=problems))
 
 
 def spec_of(name: str, tensor: torch.Tensor, *, parameter: bool) -> TensorSpec:
@@ -81,21 +62,27 @@ def whole_tensor(value: Any) -> Any:
 
     Anything else is returned as it is.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None or not isinstance(value, distributed.DTensor):
+    if not is_dtensor(value):
         return value
     if value.device_mesh.size() == 1 or all(placement.is_replicate() for placement in value.placements):
         return value.to_local()
     return value
 
 
+def is_dtensor(value: object) -> bool:
+    """Return whether it is a DTensor, without importing them."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)
+
+
 def find_problem(tensor: object) -> str | None:
     """Return why a value cannot be exported as it is, or None."""
-    if type(tensor).__name__ == "DTensor":
-        return "it is a DTensor of which each rank holds a shard: gather a full state dict and export that"
     if not isinstance(tensor, torch.Tensor):
         return f"it is a {type(tensor).__name__}, not a tensor"
-    if type(tensor) not in _PLAIN_TYPES:
+    if is_dtensor(tensor):
+        if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+            return "it is a DTensor of which other processes hold shards, and this one is alone"
+    elif type(tensor) not in _PLAIN_TYPES:
         return f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass of unknown layout"
     if tensor.is_meta:
         return "it is on the meta device and has no values: load or materialise it first"
@@ -108,25 +95,3 @@ def find_problem(tensor: object) -> str | None:
     if dtype_name(tensor.dtype) is None:
         return f"its dtype {tensor.dtype} has no name in the safetensors format"
     return None
-
-
-def _placeholder_problem(name: str, tensor: torch.Tensor) -> str | None:
-    """Return why a state dict's weight cannot be exported if it looks as ZeRO stage 3 leaves it (DeepSpeed 2413)."""
-    if name.rpartition(".")[2] == "weight" and tuple(tensor.shape) == (0,):
-        return "its shape is (0,), as ZeRO stage 3 leaves the weights that it has partitioned"
-    return None
-
-
-def _view_identity(tensor: torch.Tensor) -> object:
-    if tensor.numel() == 0:
-        return id(tensor)
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
