@@ -117,7 +117,7 @@ def export_sharded(
             max_host_memory=max_host_memory,
         )
         plans.append((opened, plan, directory))
-        return f"{plan.digest()} {max_shard_size} {variant} {directory}"
+        return f"{plan.digest()} {max_shard_size} {variant} {directory} {base} {lora} {strict}"
 
     ranks.agree(prepare)
     opened, plan, directory = plans[0]
@@ -134,7 +134,7 @@ def export_sharded(
             directory,
             stage=partial(
                 _stage_companions,
-                Companions(opened.companion_origin, tokenizer, processor, Path(base) if base else None),
+                Companions(directory, opened.companion_origin, tokenizer, processor, Path(base) if base else None),
                 dtype=plan.dtype if known else None,
                 untied=bool(plan.untied),
                 strict=strict,
@@ -210,7 +210,13 @@ def _open_and_plan(
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     host_memory = BUFFERS * buffer_bytes(max_host_memory)
     check_variant(variant)
+    if choices.carry_over and base is None:
+        msg = "carry_over=True needs base=, the directory of the checkpoint to carry tensors over from"
+        raise InvalidArgumentError(msg)
     opened = open_source(source, submodule, lora, base)
+    if variant is not None and opened.catalog.weights_name != "model":
+        msg = f"variant={variant!r} is not for an adapter, which peft looks for under one name"
+        raise InvalidArgumentError(msg)
     layout = arrange(opened.catalog, choices)
     return opened, make_plan(
         layout,
@@ -266,7 +272,7 @@ def _write(
         meter.read()
     warnings = [*failures, *plan.warnings, *staging.warnings]
     warnings += [
-        f"{count} values of {name!r} are too large for {plan.dtype_of(name)} and became inf"
+        f"{name!r}: {count} of its values are too large for {plan.dtype_of(name)}, and became inf"
         for name, count in swept.overflows.items()
     ]
     if fsync and not (swept.synced and durable):

@@ -26,7 +26,7 @@ class TensorSpec:
         dtype: the safetensors name of its dtype (``"BF16"``).
         shape: torch's shape.
         parameter: whether it counts as a parameter (a buffer does not).
-        trainable: whether it is trained, as far as the source knows.
+        trainable: whether it is trained; None where the source does not know.
         fp32_instead_of: the dtypes that its model asks to be float32 instead.
     """
 
@@ -34,7 +34,7 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
     parameter: bool = True
-    trainable: bool = True
+    trainable: bool | None = None
     fp32_instead_of: frozenset[str] = frozenset()
 
     @property

@@ -133,8 +133,11 @@ def export(
             strict=strict,
             progress=False if quiet else None,
         )
-        if _end_ranks() == 0 and (as_json or not quiet):
-            typer.echo(report.to_json() if as_json else str(report))
+        if _end_ranks() == 0:
+            if as_json or not quiet:
+                typer.echo(report.to_json() if as_json else str(report))
+            elif report.warnings:
+                typer.echo("\n".join(f"warning: {warning}" for warning in report.warnings), err=True)
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line and an exit code
         _fail(error, verbose=verbose)
 

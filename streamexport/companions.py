@@ -8,6 +8,7 @@ import copy
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,12 @@ _TOKENIZER_PATTERNS = (
     "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
 )
-_OTHER_PATTERNS = ("*config*.json", "*.py")
+_TEMPLATE_PATTERNS = ("chat_template*", "additional_chat_templates/*.jinja")
+_MODEL_PATTERNS = ("*config*.json", "*.py")
+
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,14 @@ class Companions:
     """Where the files beside the weights come from.
 
     Attributes:
+        out_dir: the output directory, as it is before the export.
         origin: what weights come from: a transformers model, the path of a model directory, an object with a
             ``save_pretrained`` for all but the weights, or None for nothing.
         tokenizer: an object with a ``save_pretrained`` of its own; so is ``processor``.
         base: a model directory whose files are taken where nothing else gives them.
     """
 
+    out_dir: Path
     origin: object | None = None
     tokenizer: Any = None
     processor: Any = None
@@ -68,46 +73,77 @@ def write_companions(
         CompanionError: something failed, and ``strict`` is set.
     """
     failures = []
-    for what, step in _steps(companions, directory, dtype, untied=untied):
-        if failure := _failure(step):
-            if strict:
-                msg = f"{what} could not be saved: {failure}"
-                raise CompanionError(msg)
-            failures.append(f"{what} could not be saved: {failure}")
+    for what, *attempts in _steps(companions, directory, dtype, untied=untied):
+        for attempt in attempts:
+            # Each in a folder of its own: half of what it should have written is not to be seen.
+            with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+                failure = _failure(attempt, Path(folder))
+                if failure is None:
+                    left_out = _merge(Path(folder), directory)
+                    failures += [
+                        f"{what} wrote {name}, which is left out: it is named like weights" for name in left_out
+                    ]
+                    break
+            if attempt is attempts[0]:
+                failures.append(f"{what} could not be saved: {failure}")
+    if failures and strict:
+        raise CompanionError(failures[0])
     return sorted(path for path in directory.rglob("*") if path.is_file()), failures
+
+
+Step = Callable[[Path], object]
+"""Writes files into an empty folder."""
 
 
 def _steps(
     companions: Companions, directory: Path, dtype: str | None, *, untied: bool
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what there is to do, later steps over earlier ones: what it is called, and a function that does it."""
-    origin, givers = companions.origin, [companions.tokenizer, companions.processor]
-    patterns = (
-        _OTHER_PATTERNS if any(giver is not None for giver in givers) else _OTHER_PATTERNS + _TOKENIZER_PATTERNS
-    )
+) -> Iterator[tuple[str, Step] | tuple[str, Step, Step]]:
+    """Yield what there is to do, later steps over earlier ones: its name, how, and what if that fails."""
+    origin, tokenizer, processor = companions.origin, companions.tokenizer, companions.processor
+    is_model = hasattr(origin, "state_dict")
+    patterns: tuple[str, ...] = _TEMPLATE_PATTERNS
+    if tokenizer is None and getattr(processor, "tokenizer", None) is None:
+        patterns += _TOKENIZER_PATTERNS
+    if origin is None or isinstance(origin, Path) or is_model:  # No adapter.
+        patterns += _MODEL_PATTERNS
     for source in (companions.base, origin):
         if isinstance(source, Path):
-            yield f"files of {source}", partial(_copy, source, directory, patterns)
-    if hasattr(origin, "state_dict"):
-        yield f"the configuration of {type(origin).__name__}", partial(_save_model, origin, directory, untied=untied)
+            yield f"files of {source}", partial(_copy, source, patterns)
+    if is_model:
+        save = partial(_save_model, origin, untied=untied)
+        yield f"the configuration of {type(origin).__name__}", save, partial(save, generation=False)
     elif origin is not None and not isinstance(origin, Path):
-        givers.insert(0, origin)
-    for giver in givers:
+        yield type(origin).__name__, partial(_save_adapter, origin, companions.out_dir)
+    for giver in (tokenizer, processor):
         if giver is not None:
-            yield type(giver).__name__, partial(giver.save_pretrained, directory)
+            yield type(giver).__name__, giver.save_pretrained
     if dtype is not None:
         yield "the dtype in config.json", partial(_set_dtype, directory / "config.json", dtype)
 
 
-def _failure(step: Callable[[], object]) -> str | None:
+def _failure(step: Step, folder: Path) -> str | None:
     try:
-        step()
+        step(folder)
     except Exception as error:  # noqa: BLE001 - whatever others' code raises costs no weights
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _save_model(model: Any, directory: Path, *, untied: bool) -> None:
+def _merge(folder: Path, directory: Path) -> list[str]:
+    """Move a step's files to the others, over those of the same names; return the names of weights among them."""
+    left_out = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        if path.name.endswith(_WEIGHT_SUFFIXES) or ".safetensors.index." in path.name:
+            left_out.append(str(name))
+            continue
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        # By copying: a link to somewhere else would not be the file.
+        shutil.copyfile(path, directory / name)
+    return left_out
+
+
+def _save_model(model: Any, folder: Path, *, untied: bool, generation: bool = True) -> None:
     """Let a model's own ``save_pretrained`` write all but the weights, which it is given none of.
 
     It is called on a shallow copy with a configuration of its own, because it writes into the configuration.
@@ -122,27 +158,36 @@ def _save_model(model: Any, directory: Path, *, untied: bool) -> None:
         twin.config.tie_word_embeddings = False
     if getattr(model, "generation_config", None) is not None:
         twin.generation_config = copy.deepcopy(model.generation_config)
+    if not generation:
+        twin.__dict__["can_generate"] = lambda: False
     logging = sys.modules["transformers.utils.logging"]
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        twin.save_pretrained(directory, state_dict={})
+        twin.save_pretrained(folder, state_dict={})
     finally:
         if shown:
             logging.enable_progress_bar()
 
 
-def _copy(origin: Path, directory: Path, patterns: Sequence[str]) -> None:
+def _save_adapter(adapter: Any, out_dir: Path, folder: Path) -> None:
+    """Save an adapter's configuration, and its model card over what the earlier one says."""
+    if (out_dir / "README.md").is_file():
+        shutil.copyfile(out_dir / "README.md", folder / "README.md")
+    adapter.save_pretrained(folder)
+
+
+def _copy(origin: Path, patterns: Sequence[str], folder: Path) -> None:
     for pattern in patterns:
         for path in origin.glob(pattern):
             # Indexes of weights match the configurations' pattern where the variant is called so.
             if path.is_file() and not path.name.startswith("adapter_") and ".safetensors.index." not in path.name:
-                target = directory / path.relative_to(origin)
+                target = folder / path.relative_to(origin)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
 
 
-def _set_dtype(config: Path, dtype: str) -> None:
+def _set_dtype(config: Path, dtype: str, folder: Path) -> None:
     if not config.is_file():
         return
     content = json.loads(config.read_text(encoding="utf-8"))
@@ -150,7 +195,7 @@ def _set_dtype(config: Path, dtype: str) -> None:
     keys = {"dtype", "torch_dtype"} & set(content) or {"dtype"}
     if any(content.get(key) != dtype for key in keys):
         content.update(dict.fromkeys(keys, dtype))
-        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / config.name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def check_companions(tokenizer: object, processor: object) -> None:

@@ -99,6 +99,7 @@ class Staging:
         """
         durable = not fsync or sync_directory(self._new)
         superseded = self._superseded(filenames, variant, weights_name)
+        folders = self._new_folders(filenames)
         placing = False
         self.holds_earlier_set = True
         try:
@@ -109,12 +110,15 @@ class Staging:
                 if filename == filenames[-1] and fsync:
                     # What the entry point names must be there before it, also after a loss of power.
                     durable = sync_directory(self.out_dir) and durable
-                (self.out_dir / filename).parent.mkdir(exist_ok=True)
+                (self.out_dir / filename).parent.mkdir(parents=True, exist_ok=True)
                 self._move(self.path(filename), self.out_dir / filename)
             if fsync:
                 durable = sync_directory(self.out_dir) and durable
         except BaseException:
             self._restore(superseded, filenames if placing else ())
+            with contextlib.suppress(OSError):
+                for folder in reversed(folders):
+                    folder.rmdir()
             raise
         self.holds_earlier_set = False
         return durable
@@ -129,7 +133,8 @@ class Staging:
         for filename in placed:
             path = self.out_dir / filename
             if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    path.unlink()
         failure = None
         for filename in reversed(superseded):
             aside = self._old / _flat(filename)
@@ -142,6 +147,19 @@ class Staging:
         if failure is not None:
             raise failure
         self.holds_earlier_set = False
+
+    def _new_folders(self, filenames: Sequence[str]) -> list[Path]:
+        """Return the folders that some files need and that are not there, outer ones first.
+
+        Raises:
+            OutputError: a file is where a folder must be.
+        """
+        parents = {parent for filename in filenames for parent in (self.out_dir / filename).parents}
+        needed = sorted(parent for parent in parents if self.out_dir in parent.parents)
+        for folder in needed:
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise OutputError(errno.ENOTDIR, "a file is where a folder must be", str(folder))
+        return [folder for folder in needed if not folder.exists()]
 
     def _superseded(self, filenames: Sequence[str], variant: str | None, weights_name: str) -> list[str]:
         """The earlier set in the order to disappear: entry points, then what has a new file's name, then shards."""

@@ -79,7 +79,11 @@ class HostLane:
 
         Private ones, not Python's default of shared: they are counted where people look, in ``RssAnon``.
         """
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            msg = f"max_host_memory: the system gives no buffer of {format_size(nbytes)}: {error}"
+            raise InvalidArgumentError(msg) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # A fifth of the page faults' time, and physically long runs for the disk; kernels without it refuse.
             with contextlib.suppress(OSError):

@@ -17,6 +17,9 @@ def build_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
 
+def build_large():
+    return {"w": torch.full((2,), 7e4)}
+
 def build_meta():
     return torch.nn.Linear(2, 2, device="meta")
 
@@ -99,7 +102,7 @@ def test_names_and_ties_can_be_chosen(call, model, tmp_path):
 
 def test_a_base_gives_companions_and_missing_tensors(call, model, tmp_path):
     """--base and --carry-over; with --strict a file that cannot be made is a failure."""
-    export_sharded({"extra": torch.ones(3)}, tmp_path / "base")
+    export_sharded({"extra": torch.ones(3), "0.bias": torch.ones(30)}, tmp_path / "base")
     (tmp_path / "base/config.json").write_text("{}")
     options = ("--base", "base", "--carry-over", "--strict", "--quiet")
     assert call("export", "usercode:build_model", "out", *options)[0] == 0
@@ -111,9 +114,12 @@ def test_a_base_gives_companions_and_missing_tensors(call, model, tmp_path):
     assert "the dtype in config.json could not be saved" in err
 
 
-def test_quiet_prints_nothing(call):
-    """For scripts."""
+def test_quiet_prints_nothing_but_warnings(call):
+    """For scripts, which are not to lose values in silence."""
     assert call("export", "usercode:build_model", "out", "--quiet") == (0, "", "")
+    code, out, err = call("export", "usercode:build_large", "out", "--quiet", "--dtype", "float16")
+    assert (code, out) == (0, "")
+    assert err == "warning: 'w': 2 of its values are too large for float16, and became inf\n"
 
 
 def test_a_directory_is_re_sharded_and_planned(call, model, tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from streamexport import CompanionError, InvalidArgumentError, export_sharded, plan_export
+from streamexport import CompanionError, InvalidArgumentError, OutputError, export_sharded, plan_export
 
 
 @pytest.fixture
@@ -101,6 +101,29 @@ def test_what_the_model_lacks_is_reported_and_carried_over_on_request(model, bas
     assert_same(load(tmp_path / "out"), expected)
 
 
+def test_what_is_carried_over_is_neither_trained_nor_doubled(model, base):
+    """trainable_only is for the model; a base of other names is no base; without one there is nothing to carry."""
+    model.requires_grad_(requires_grad=False)
+    model.lm_head.requires_grad_()
+    plan = plan_export(model, base=base, carry_over=True, trainable_only=True)
+    assert set(plan.shards[0].outputs) == {"lm_head.weight", "mtp.0.weight", "mtp.1.weight"}
+    with pytest.raises(InvalidArgumentError, match="the base has no tensor of the model's names"):
+        plan_export(model, base=base, carry_over=True, submodule="model")
+    assert "is it the checkpoint" in plan_export(model, base=base, submodule="model").warnings[0]
+    with pytest.raises(InvalidArgumentError, match="carry_over=True needs base="):
+        plan_export(model, carry_over=True)
+
+
+def test_a_bases_template_stays_where_a_tokenizer_has_none(model, tokenizer, base, tmp_path):
+    """And goes where it has one."""
+    (base / "chat_template.jinja").write_text("base's")
+    export_sharded(model, tmp_path / "own", base=base, tokenizer=tokenizer)
+    assert (tmp_path / "own/chat_template.jinja").read_text() == "{{ messages }}"
+    tokenizer.chat_template = None
+    export_sharded(model, tmp_path / "bases", base=base, tokenizer=tokenizer)
+    assert (tmp_path / "bases/chat_template.jinja").read_text() == "base's"
+
+
 def test_other_shapes_than_the_bases_are_reported(model, base):
     """A vocabulary that was resized."""
     model.resize_token_embeddings(33)
@@ -123,6 +146,65 @@ def test_a_companion_that_cannot_be_saved_costs_no_weights(model, tokenizer, tmp
     report = export_sharded(model, tmp_path / "out", tokenizer=tokenizer)
     assert "temperature" in report.warnings[0]
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names(tmp_path / "out")
+
+
+class Half:
+    """A processor that breaks off after its first file."""
+
+    def save_pretrained(self, directory):
+        (directory / "tokenizer.json").write_text("{")
+        msg = "no"
+        raise OSError(msg)
+
+
+def test_half_of_what_a_step_writes_is_not_published(model, base, tmp_path):
+    """A configuration that breaks off, a processor: what was there, or the base gives, stays whole."""
+    model.save_pretrained(tmp_path / "out")
+    before = (tmp_path / "out/config.json").read_bytes()
+    model.config.broken = lambda: 1
+    report = export_sharded(model, tmp_path / "out", processor=Half(), base=base)
+    assert [warning.partition(" could not")[0] for warning in report.warnings[:2]] == [
+        "the configuration of LlamaForCausalLM",
+        "Half",
+    ]
+    assert (tmp_path / "out/config.json").read_bytes() == before
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+class Deep:
+    """A processor with files in folders of folders, and a weights file of its own."""
+
+    def save_pretrained(self, directory):
+        for name in ("a/b/c.json", "a/d.json", "model.safetensors", "adapter/model-00001-of-00002.safetensors"):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text("{}")
+
+
+def test_companions_may_lie_deep_and_bring_no_weights(model, tmp_path):
+    """What is named like weights would be loaded instead of ours."""
+    report = export_sharded(model, tmp_path / "out", "4KB", processor=Deep())
+    assert {"a/b/c.json", "a/d.json"} < names(tmp_path / "out")
+    assert not (tmp_path / "out/model.safetensors").exists()
+    assert any("Deep wrote model.safetensors, which is left out" in warning for warning in report.warnings)
+
+
+def test_a_folder_that_cannot_be_made_costs_no_earlier_export(model, tmp_path):
+    """A file is in its place; and a failure later takes new folders away again."""
+    out = tmp_path / "out"
+    model.save_pretrained(out)
+    (out / "a").write_text("mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(OutputError, match="a file is where a folder must be"):
+        export_sharded(model, out, processor=Deep())
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "a").unlink()
+    before.pop("a")
+    shard = plan_export(model, "4KB").shards[1].filename
+    (out / shard).mkdir()
+    with pytest.raises(OSError, match=shard):
+        export_sharded(model, out, "4KB", processor=Deep())
+    (out / shard).rmdir()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_what_cannot_give_companions_is_refused(model, tmp_path):

@@ -97,6 +97,8 @@ def test_a_part_that_is_not_there_is_refused(tied):
     """With the parts that are; and of what is no module."""
     with pytest.raises(InvalidArgumentError, match="no such part; it has policy, value"):
         plan_export(Pair(tied), submodule="actor")
+    with pytest.raises(InvalidArgumentError, match="no such part"):
+        plan_export(Pair(tied), submodule="")
     with pytest.raises(InvalidArgumentError, match="use include and rename"):
         plan_export({"a": torch.ones(1)}, submodule="a")
 
@@ -111,6 +113,8 @@ def test_only_what_is_trained_is_written_on_request(tmp_path):
     model.requires_grad_(requires_grad=False)
     with pytest.raises(InvalidArgumentError, match="all are left out"):
         plan_export(model, trainable_only=True)
+    with pytest.raises(InvalidArgumentError, match="nothing tells whether"):
+        plan_export(tmp_path, trainable_only=True)
 
 
 def dtypes(directory):
@@ -167,11 +171,11 @@ def test_values_that_a_cast_makes_infinite_are_counted(tmp_path):
     }
     report = export_sharded(values, tmp_path, "40KB", dtype="float16", max_host_memory="256KiB")
     assert sorted(report.warnings) == [
-        "2 values of 'column' are too large for float16 and became inf",
-        "2 values of 'double' are too large for float16 and became inf",
-        "2 values of 'mixed' are too large for float16 and became inf",
-        "3 values of 'brain' are too large for float16 and became inf",
-        "70000 values of 'large' are too large for float16 and became inf",
+        "'brain': 3 of its values are too large for float16, and became inf",
+        "'column': 2 of its values are too large for float16, and became inf",
+        "'double': 2 of its values are too large for float16, and became inf",
+        "'large': 70000 of its values are too large for float16, and became inf",
+        "'mixed': 2 of its values are too large for float16, and became inf",
     ]
     assert_same(load(tmp_path), {name: value.half().contiguous() for name, value in values.items()})
     assert not export_sharded(values, tmp_path / "wide", dtype="float64").warnings

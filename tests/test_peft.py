@@ -8,6 +8,7 @@ from oracles import assert_same, files, load
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import peft as integration
 
@@ -54,6 +55,10 @@ CASES = {
     "transposed weights": (
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=71, n_embd=96, n_layer=1, n_head=2)),
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    ),
+    "tied on both sides": (
+        lambda: llama(tie_word_embeddings=True),
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     ),
     "fused experts": (
         lambda: MixtralForCausalLM(
@@ -153,6 +158,84 @@ def test_adapters_in_a_transformers_model_are_written_as_it_writes_them(tmp_path
     llama().save_pretrained(tmp_path / "untouched")
     assert_same(load(tmp_path / "base"), load(tmp_path / "untouched"))
     assert (tmp_path / "base/config.json").read_bytes() == (tmp_path / "untouched/config.json").read_bytes()
+
+
+def test_an_adapter_is_one_file_with_pefts_names(tmp_path):
+    """What peft would not find or not know is refused; all of it is trained; a base gives it a tokenizer alone."""
+    model = adapted(llama())
+    llama().save_pretrained(tmp_path / "base")
+    (tmp_path / "base/tokenizer.json").write_text("{}")
+    for options in ({"variant": "x"}, {"rename": str.upper}, {"carry_over": True, "base": tmp_path / "base"}):
+        with pytest.raises(InvalidArgumentError, match="is not for an adapter"):
+            plan_export(model, **options)
+    export_sharded(model, tmp_path / "out", trainable_only=True, base=tmp_path / "base")
+    model.save_pretrained(tmp_path / "theirs")
+    assert files(tmp_path / "out") == {*files(tmp_path / "theirs"), "tokenizer.json"}
+    export_sharded(model, tmp_path / "part", submodule="base_model.model")
+    ours = load_file(tmp_path / "part/adapter_model.safetensors")
+    assert_same(ours, load_file(tmp_path / "theirs/adapter_model.safetensors"))
+
+
+def test_layers_that_share_a_weight_all_add_to_it(tmp_path):
+    """Replicated layers have adapters of their own, and weights in common."""
+    model = adapted(llama(), layer_replication=[[0, 2], [1, 2]], target_modules=["q_proj", "up_proj"])
+    expected = dict(merged(model).state_dict())
+    export_sharded(model, tmp_path, lora="merge", tied="duplicate")
+    assert_same(load(tmp_path), expected)
+
+
+def test_a_part_that_is_an_adapted_layer_itself_is_merged(tmp_path):
+    """By its path, and on its own."""
+    model = adapted(llama(), target_modules=["lm_head"])
+    expected = {"weight": merged(model).lm_head.weight}
+    export_sharded(model, tmp_path / "path", lora="merge", submodule="base_model.model.lm_head")
+    export_sharded(model.base_model.model.lm_head, tmp_path / "layer", lora="merge")
+    assert_same(load(tmp_path / "path"), expected)
+    assert_same(load(tmp_path / "layer"), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trained_tokens_leave_the_base_as_it_was(tied, tmp_path):
+    """Their wrapper shows the original under another name than it has."""
+    model = llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "theirs")
+    export_sharded(adapted(model, trainable_token_indices=[1, 2]), tmp_path / "ours", lora="base")
+    assert_same(load(tmp_path / "ours"), load(tmp_path / "theirs"))
+
+
+def test_adapters_inside_of_activation_checkpoints(tmp_path):
+    """No name of theirs gets into a full export; what peft does not see is not lost in silence."""
+    model = adapted(llama(), target_modules=["q_proj"])
+    expected = dict(merged(model).state_dict())
+    layers = model.base_model.model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    export_sharded(model, tmp_path / "merged", lora="merge")
+    export_sharded(model, tmp_path / "base", lora="base")
+    assert_same(load(tmp_path / "merged"), expected)
+    assert_same(load(tmp_path / "base"), dict(llama().state_dict()))
+    with pytest.raises(UnsupportedSourceError, match="peft finds 1 of the 2 layers of adapter 'default'"):
+        plan_export(model)
+
+
+def test_a_mixed_model_is_peeled_like_any_other(tmp_path):
+    """Its class is another one."""
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]), mixed=True)
+    export_sharded(model, tmp_path, lora="base")
+    assert_same(load(tmp_path), dict(llama().state_dict()))
+    assert (tmp_path / "config.json").exists()
+
+
+def test_an_adapters_model_card_keeps_what_its_user_wrote(tmp_path):
+    """As peft does."""
+    for directory in ("ours", "theirs"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "README.md").write_text("---\nlicense: mit\n---\n# Notes\n")
+    export_sharded(adapted(llama()), tmp_path / "ours")
+    adapted(llama()).save_pretrained(tmp_path / "theirs")
+    ours = (tmp_path / "ours/README.md").read_text()
+    assert ours == (tmp_path / "theirs/README.md").read_text()
+    assert "license: mit" in ours
+    assert "# Notes" in ours
 
 
 def test_several_adapters_are_merged_in_their_order_and_merged_ones_only_once(tmp_path):

@@ -158,3 +158,10 @@ def test_devices_choose_the_lane():
     assert isinstance(staging.open_lane([torch.device("cpu")]), HostLane)
     assert isinstance(staging.open_lane([torch.device("cpu"), torch.device("cuda")]), AcceleratorLane)
     assert isinstance(staging.open_lane([torch.device("mps")]), HostLane)
+
+
+def test_a_budget_that_the_system_does_not_have_is_refused_by_name(tmp_path):
+    """Not as a failing disk."""
+    with pytest.raises(InvalidArgumentError, match="max_host_memory: the system gives no buffer"):
+        export_sharded({"w": torch.ones(1)}, tmp_path / "out", max_host_memory="4000TB")
+    assert not (tmp_path / "out").exists()

@@ -61,18 +61,13 @@ def arrange(catalog: Catalog, choices: Choices) -> Layout:
     if choices.tied not in TIED_CHOICES:
         msg = f"tied={choices.tied!r}: expected one of {', '.join(map(repr, TIED_CHOICES))}"
         raise InvalidArgumentError(msg)
+    _check_adapter(catalog, choices)
     cast = Cast(choices.dtype, choices.keep_in_fp32)
     offered, ties, untied, warnings = _saved(catalog)
+    fixed = _fixed(offered) if choices.trainable_only else set()
     carried, base_warnings = compare_with_base(offered, catalog.base, carry_over=choices.carry_over)
     offered = {**offered, **carried}
-    names, select_warnings = select(
-        [*offered, *catalog.problems],
-        choices.include,
-        choices.exclude,
-        fixed={name for name, output in offered.items() if not output.spec.trainable}
-        if choices.trainable_only
-        else set(),
-    )
+    names, select_warnings = select([*offered, *catalog.problems], choices.include, choices.exclude, fixed)
     _refuse_problems(names, catalog.problems)
     if not names:
         msg = "there is no tensor to write" + (": all are left out" if offered else "")
@@ -87,8 +82,26 @@ def arrange(catalog: Catalog, choices: Choices) -> Layout:
         _parameters(outputs.values()) + unsaved,
         {name: renamed[kept].spec.name for name, kept in tied.items()},
         untied,
-        [*warnings, *base_warnings, *select_warnings, *cast.warnings()],
+        (*warnings, *base_warnings, *select_warnings, *cast.warnings()),
     )
+
+
+def _check_adapter(catalog: Catalog, choices: Choices) -> None:
+    """Refuse what makes an adapter that peft does not find or does not know."""
+    if catalog.weights_name == "model":
+        return
+    for argument in ("rename", "carry_over"):
+        if getattr(choices, argument):
+            msg = f"{argument}= is not for an adapter, whose names are peft's: use lora='merge' or lora='base'"
+            raise InvalidArgumentError(msg)
+
+
+def _fixed(offered: Mapping[str, Output]) -> set[str]:
+    """Return the names of what is not trained."""
+    if unknown := [name for name, output in offered.items() if output.spec.trainable is None]:
+        msg = f"trainable_only=True: nothing tells whether {unknown[0]!r} is trained; a module would"
+        raise InvalidArgumentError(msg)
+    return {name for name, output in offered.items() if not output.spec.trainable}
 
 
 def _saved(catalog: Catalog) -> tuple[Mapping[str, Output], Mapping[str, str], Sequence[str], Sequence[str]]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from streamexport.catalog import Output, Segment, TensorSpec
+from streamexport.errors import InvalidArgumentError
 
 _SHOWN = 3
 
@@ -19,9 +20,20 @@ def compare_with_base(
         offered: the model's tensors, by the names that they are saved under.
         base: the checkpoint's tensors, by the names that they are read under.
         carry_over: write what the model lacks.
+
+    Raises:
+        InvalidArgumentError: nothing of the base is in the model, and it should be carried over.
     """
     lacking = {spec.name: Output(spec, (Segment.whole(key, spec.numel),)) for key, spec in base.items()}
     lacking = {name: output for name, output in lacking.items() if name not in offered}
+    if base and len(lacking) == len(base):
+        msg = (
+            f"the base has no tensor of the model's names (it has {next(iter(lacking))!r}): "
+            "is it the checkpoint that this began with?"
+        )
+        if carry_over:
+            raise InvalidArgumentError(msg)
+        return {}, [msg]
     warnings = []
     if lacking and not carry_over:
         warnings.append(

@@ -42,6 +42,8 @@ def open_source(
     if not Path(base).is_dir():
         msg = f"base={os.fspath(base)!r}: expected a local model directory"
         raise InvalidArgumentError(msg)
+    if opened.catalog.weights_name != "model":
+        return opened  # An adapter has nothing in common with the base's weights.
     return BasedSource(opened, SafetensorsSource(Path(base)))
 
 

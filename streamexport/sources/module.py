@@ -13,6 +13,7 @@ from streamexport.sources.deepspeed import check_module
 from streamexport.sources.gathering import tensor_source
 from streamexport.sources.peft import (
     Lora,
+    LowRank,
     MergedSource,
     adapter_source,
     base_model,
@@ -73,13 +74,22 @@ def module_source(module: torch.nn.Module, submodule: str | None = None, lora: L
         companion_origin = model
     if mode != "merge":
         return tensor_source(state.tensors, catalog, companion_origin)
-    named = {f"{clean[path]}.weight": updates for path, updates in low_rank_updates(model)}
-    updates = {state.aliases.get(name, name): found for name, found in named.items()}
-    return MergedSource(state.tensors, catalog, companion_origin, updates)
+    added: dict[str, list[LowRank]] = {}
+    for path, found in low_rank_updates(model):
+        prefix = clean.get(path)
+        if prefix is None:
+            continue
+        name = f"{prefix}.weight" if prefix else "weight"
+        if name not in state.tensors:
+            msg = f"layer {path!r} has LoRA for a weight {name!r} that is not exported"
+            raise UnsupportedSourceError(msg)
+        # One weight may be in several layers: tied ones, replicated ones.
+        added.setdefault(state.aliases.get(name, name), []).extend(found)
+    return MergedSource(state.tensors, catalog, companion_origin, added)
 
 
 def _part(model: torch.nn.Module, submodule: str) -> torch.nn.Module:
-    path = next((path for path, clean in clean_paths(model).items() if clean == submodule), None)
+    path = next((path for path, clean in clean_paths(model).items() if clean == submodule and clean), None)
     if path is None:
         children = ", ".join(name for name, _ in model.named_children())
         msg = f"submodule={submodule!r}: {type(model).__name__} has no such part; it has {children or 'none'}"

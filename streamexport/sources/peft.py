@@ -54,7 +54,11 @@ def choose_mode(model: torch.nn.Module, lora: str | None) -> Lora | None:
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model that adapters were put into."""
     peft_model = _peft_model(model)
-    return model if peft_model is None else peft_model.get_base_model()
+    if peft_model is None:
+        return model
+    # A mixed model has no such method.
+    found: torch.nn.Module = getattr(peft_model, "get_base_model", lambda: peft_model.base_model.model)()
+    return found
 
 
 def adapter_source(model: torch.nn.Module) -> TensorSource:
@@ -68,20 +72,29 @@ def adapter_source(model: torch.nn.Module) -> TensorSource:
     if not isinstance(getattr(model, "peft_config", None), Mapping):
         msg = f"{type(model).__name__} has adapter layers but no peft_config: use lora='merge' or lora='base'"
         raise UnsupportedSourceError(msg)
-    # A property of peft's own models, a method of transformers'.
-    active = adapted.active_adapters if _peft_model(model) is not None else adapted.active_adapters()
-    names = [active] if isinstance(active, str) else list(active)
+    layers: list[Any] = [part for part in model.modules() if _is_adapted(part)]
+    active = dict.fromkeys(name for layer in layers for name in layer.active_adapters)
+    names = list(active) or [adapted.active_adapter]
     if len(names) != 1:
         msg = (
             f"one adapter is exported at a time, and {len(names)} are active ({', '.join(names)}): use set_adapter()"
         )
         raise UnsupportedSourceError(msg)
     state = peft.get_peft_model_state_dict(model, adapter_name=names[0])
+    layers_with_it = sum(names[0] in getattr(layer, "lora_A", ()) for layer in layers)
+    written = sum(".lora_A." in name for name in state)
+    if written < layers_with_it:
+        msg = (
+            f"peft finds {written} of the {layers_with_it} layers of adapter {names[0]!r}: wrappers in the model "
+            "(activation checkpoints, torch.compile) hide the others from it; take them off first"
+        )
+        raise UnsupportedSourceError(msg)
     if _peft_model(model) is None:
         state = {f"base_model.model.{name}": value for name, value in state.items()}
     source = mapping_source(state)
     # peft writes each under all its names; a file of adapters cannot be split.
-    source.catalog = replace(source.catalog, declared_ties={}, weights_name="adapter_model")
+    specs = {name: replace(spec, trainable=True) for name, spec in source.catalog.specs.items()}
+    source.catalog = replace(source.catalog, specs=specs, declared_ties={}, weights_name="adapter_model")
     source.companion_origin = Adapter(model, names[0])
     return source
 
@@ -123,7 +136,11 @@ def kept_part(module: torch.nn.Module, mode: Lora) -> str | None:
         return (
             f"modules_to_save.{chosen}" if mode == "merge" and chosen in layer.modules_to_save else "original_module"
         )
-    return "original_module" if hasattr(layer, "original_module") else "base_layer"
+    # Trainable tokens' wrapper shows the original under that name, but keeps it elsewhere.
+    for part in ("token_adapter.base_layer", "original_module"):
+        if part.partition(".")[0] in layer._modules:  # noqa: SLF001 - where it is, not what a wrapper shows
+            return part
+    return "base_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +294,7 @@ class MergedSource(TensorSource):
 
 def _peft_model(model: object) -> Any:
     peft = sys.modules.get("peft")
-    return model if peft is not None and isinstance(model, peft.PeftModel) else None
+    return model if peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel) else None
 
 
 def _is_adapted(module: object) -> bool:

@@ -66,19 +66,23 @@ def _clean_paths(
     module: torch.nn.Module, path: str, clean: str, kept_part: Callable[[torch.nn.Module], str | None]
 ) -> Iterator[tuple[str, str | None]]:
     yield path, clean
-    if _CHECKPOINT_SEGMENT in path.split("."):
-        yield ".".join(part for part in path.split(".") if part != _CHECKPOINT_SEGMENT), clean
+    yield _without_checkpoints(path), clean
     wrapped, kept = _wrapped_attribute(module), kept_part(module)
     # Not named_children(), which leaves out a module's second name; state_dict() does not.
     for child_name, child in module._modules.items():  # noqa: SLF001
         child_path = _joined(path, child_name)
         if kept is not None:
             yield child_path, None
+            yield _without_checkpoints(child_path), None
         elif child is not None:
             child_clean = clean if child_name == wrapped else _joined(clean, child_name)
             yield from _clean_paths(child, child_path, child_clean, kept_part)
     if kept is not None:
         yield from _clean_paths(module.get_submodule(kept), _joined(path, kept), clean, kept_part)
+
+
+def _without_checkpoints(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part != _CHECKPOINT_SEGMENT)
 
 
 def _joined(path: str, name: str) -> str:
