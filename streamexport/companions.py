@@ -110,7 +110,7 @@ def _steps(
         if isinstance(source, Path):
             yield f"files of {source}", partial(_copy, source, patterns)
     if is_model:
-        save = partial(_save_model, origin, untied=untied)
+        save = partial(_save_model, origin, dtype=dtype, untied=untied)
         yield f"the configuration of {type(origin).__name__}", save, partial(save, generation=False)
     elif origin is not None and not isinstance(origin, Path):
         yield type(origin).__name__, partial(_save_adapter, origin, companions.out_dir)
@@ -143,31 +143,35 @@ def _merge(folder: Path, directory: Path) -> list[str]:
     return left_out
 
 
-def _save_model(model: Any, folder: Path, *, untied: bool, generation: bool = True) -> None:
-    """Let a model's own ``save_pretrained`` write all but the weights, which it is given none of.
+def _save_model(model: Any, folder: Path, *, dtype: str | None, untied: bool, generation: bool = True) -> None:
+    """Save copies of a model's configurations, and its code where it is not transformers' own.
 
-    It is called on a shallow copy with a configuration of its own, because it writes into the configuration.
+    ``save_pretrained`` itself writes dtype and architectures into the live configuration, and imports DeepSpeed where
+    it is installed. A class that overrides it may write more, and is asked to: without weights, on a copy.
     """
     # Not copy.copy(): FSDP2 gives modules a class that makes another of its copies.
     twin = object.__new__(type(model))
     twin.__dict__.update(model.__dict__)
     twin.config = copy.deepcopy(model.config)
-    if getattr(model, "_hf_peft_config_loaded", False):  # Adapters are none of these weights.
-        twin._hf_peft_config_loaded = False
+    if dtype is not None:
+        twin.config.dtype = dtype
     if untied:
         twin.config.tie_word_embeddings = False
-    if getattr(model, "generation_config", None) is not None:
+    twin.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    can_generate = generation and model.can_generate()
+    if can_generate:
         twin.generation_config = copy.deepcopy(model.generation_config)
-    if not generation:
-        twin.__dict__["can_generate"] = lambda: False
-    logging = sys.modules["transformers.utils.logging"]
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    transformers = sys.modules["transformers.modeling_utils"]
+    if generation and type(model).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
+        if getattr(model, "_hf_peft_config_loaded", False):  # Adapters are none of these weights.
+            twin._hf_peft_config_loaded = False
         twin.save_pretrained(folder, state_dict={})
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+        return
+    if getattr(model, "_auto_class", None) is not None:
+        transformers.custom_object_save(twin, folder, config=twin.config)
+    twin.config.save_pretrained(folder)
+    if can_generate:
+        twin.generation_config.save_pretrained(folder)
 
 
 def _save_adapter(adapter: Any, out_dir: Path, folder: Path) -> None:
@@ -195,7 +199,7 @@ def _set_dtype(config: Path, dtype: str, folder: Path) -> None:
     keys = {"dtype", "torch_dtype"} & set(content) or {"dtype"}
     if any(content.get(key) != dtype for key in keys):
         content.update(dict.fromkeys(keys, dtype))
-        (folder / config.name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / config.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def check_companions(tokenizer: object, processor: object) -> None:
