@@ -175,6 +175,7 @@ class Catalog:
             None where the source declares nothing and identity alone decides.
         problems: for each name that cannot be exported, why.
         unsaved_parameters: elements of parameters that the model has and by its own declaration never saves.
+        warnings: what the user should know of the source.
         weights_name: what files are called before their numbers; only ``"model"`` can be cut into several.
         base: tensors of the checkpoint that the source began with, by the names that ``read`` knows them under.
         saved_as: tells how the tensors of some specs are saved: under which names and in which form. As they are,
@@ -186,6 +187,7 @@ class Catalog:
     declared_ties: Mapping[str, str] | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
     unsaved_parameters: int = 0
+    warnings: Sequence[str] = ()
     weights_name: str = "model"
     base: Mapping[str, TensorSpec] = field(default_factory=dict)
     saved_as: Callable[[Sequence[TensorSpec]], Sequence[Output]] = as_they_are

@@ -180,3 +180,12 @@ def test_values_that_a_cast_makes_infinite_are_counted(tmp_path):
     assert_same(load(tmp_path), {name: value.half().contiguous() for name, value in values.items()})
     assert not export_sharded(values, tmp_path / "wide", dtype="float64").warnings
     assert len(export_sharded(values, tmp_path / "bf16", dtype="bfloat16").warnings) == 1
+
+
+def test_a_vocabulary_that_the_configuration_does_not_know_is_reported(tied, tmp_path):
+    """D47: from_pretrained would refuse the files; a vocabulary that was resized as it should is none."""
+    tied.resize_token_embeddings(40)
+    assert export_sharded(tied, tmp_path).warnings == ()
+    tied.config.vocab_size -= 3
+    (warning,) = export_sharded(tied, tmp_path).warnings
+    assert "config.json says vocab_size 37, and 'model.embed_tokens.weight' 40 rows" in warning

@@ -82,7 +82,7 @@ def arrange(catalog: Catalog, choices: Choices) -> Layout:
         _parameters(outputs.values()) + unsaved,
         {name: renamed[kept].spec.name for name, kept in tied.items()},
         untied,
-        (*warnings, *base_warnings, *select_warnings, *cast.warnings()),
+        (*catalog.warnings, *warnings, *base_warnings, *select_warnings, *cast.warnings()),
     )
 
 

@@ -29,6 +29,7 @@ from streamexport.sources.transformers import (
     fp32_instead_of,
     is_transformers_model,
     saved_as,
+    vocabulary_warnings,
 )
 from streamexport.sources.wrappers import clean_name, clean_paths, unwrap
 
@@ -70,7 +71,9 @@ def module_source(module: torch.nn.Module, submodule: str | None = None, lora: L
             name: replace(spec, fp32_instead_of=fp32_instead_of(model, name)) if spec.floating else spec
             for name, spec in state.specs.items()
         }
-        catalog = replace(catalog, specs=specs, saved_as=partial(saved_as, model))
+        catalog = replace(
+            catalog, specs=specs, saved_as=partial(saved_as, model), warnings=vocabulary_warnings(model, specs)
+        )
         companion_origin = model
     if mode != "merge":
         return tensor_source(state.tensors, catalog, companion_origin)

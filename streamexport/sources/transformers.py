@@ -34,6 +34,30 @@ def declared_ties(model: torch.nn.Module) -> Mapping[str, str] | None:
     return dict(declared) if isinstance(declared, Mapping) else None
 
 
+def vocabulary_warnings(model: Any, specs: Mapping[str, TensorSpec]) -> Sequence[str]:
+    """Say it where neither the input nor the output embedding is as long as the configuration's vocabulary.
+
+    A vocabulary that was resized by hand makes files that ``from_pretrained`` refuses. A few architectures have
+    longer input embeddings by design: in these the output is as long as the vocabulary.
+    """
+    if not hasattr(model.config, "get_text_config"):
+        return ()
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    found: dict[str, int] = {}
+    for find in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            weight = getattr(getattr(model, find)(), "weight", None)
+        except NotImplementedError:  # A model without a vocabulary.
+            weight = None
+        for name, parameter in model.named_parameters():
+            if parameter is weight and name in specs:
+                found[name] = specs[name].shape[0]
+    if not isinstance(size, int) or not found or size in found.values():
+        return ()
+    lengths = ", ".join(f"{name!r} {length} rows" for name, length in found.items())
+    return (f"config.json says vocab_size {size}, and {lengths}: if it was resized, the configuration should know",)
+
+
 def fp32_instead_of(model: Any, name: str) -> frozenset[str]:
     """Return the dtypes that a model asks to be float32 instead for one of its tensors, when it is loaded.
 
